@@ -1,0 +1,42 @@
+"""Errors that cross a module boundary. Each names the thing, its value and the remedy; none is used for control flow.
+
+All are picklable (they travel between processes), so each takes its message as the only positional argument.
+"""
+
+from __future__ import annotations
+
+
+class ChatR1Error(Exception):
+    """Base of every error a user can cause or meet; entry points print it without a traceback and exit with 2."""
+
+
+class ConfigError(ChatR1Error):
+    """The configuration is wrong. The message lists every mistake, one per line."""
+
+
+class DataError(ChatR1Error):
+    """A data file is missing or a row of it is malformed. The message names file and line."""
+
+
+class ModelError(ChatR1Error):
+    """A model folder cannot be used (no tokenizer, not safetensors, wrong architecture)."""
+
+
+class CheckpointError(ChatR1Error):
+    """A checkpoint is incomplete, damaged or belongs to another configuration."""
+
+
+class ResourceError(ChatR1Error):
+    """The machine cannot do what was asked: cores, devices, ports, disk space."""
+
+
+class RetrievalError(ChatR1Error):
+    """The retrieval service is unreachable, answers wrongly, or serves another corpus than the data expects."""
+
+
+class EngineError(ChatR1Error):
+    """A rollout engine failed, or holds weights that are only partly written."""
+
+
+class HealthError(ChatR1Error):
+    """A run was stopped because a configured limit was crossed (failure rate, NaN)."""
