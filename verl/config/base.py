@@ -1,0 +1,40 @@
+"""What every configuration section shares: frozen, closed, and documented by the strings under its fields."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+
+
+class Section(BaseModel):
+    """A frozen group of keys. Unknown keys are errors; the docstring under a field is its entry in the manual."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        validate_default=True,
+        protected_namespaces=(),
+    )
+
+
+def _as_tuple(value: Any) -> Any:
+    """Accept one path where a list of paths is meant, as the published scripts do."""
+    return (value,) if isinstance(value, str) else value
+
+
+Paths = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
+"""One path or a list of paths; always a tuple after validation."""
+
+
+def leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (key path, value) of every key that is not itself a section, in declaration order."""
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
