@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
 from verl.config.base import leaves
-from verl.config.problems import MISSING, Problem, dig, problems_of, remove, report
+from verl.config.problems import MISSING, Problem, all_paths, dig, nested_leaves, problems_of, remove, report
 from verl.config.published import ANY, RUN_KEYS, SFT_KEYS, Pointless
 from verl.config.rules import RUN_RULES, SFT_RULES, Rule, run_rules
 from verl.config.schema import RunConfig
@@ -60,10 +60,10 @@ def load_config(
     task_names = set(schema.model_fields) if schema is not None else set()
     core = {name: value for name, value in values.items() if name in core_names}
     task = {name: value for name, value in values.items() if name in task_names}
-    known_paths = [path for path, _ in leaves(RunConfig())] + sorted(task_names)
     if schema is not None:
+        known_paths = all_paths(RunConfig) + all_paths(schema)
         strangers = {name: value for name, value in values.items() if name not in core_names | task_names}
-        problems += [Problem.unknown(name, value, known_paths) for name, value in strangers.items()]
+        problems += [Problem.unknown(path, value, known_paths) for path, value in nested_leaves(strangers)]
     config = _validate(RunConfig, core, problems)
     if schema is not None:
         config = config.model_copy(update={"task_config": _validate(schema, task, problems)})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +69,15 @@ def dig(values: Mapping[str, Any], path: str) -> Any:
             return MISSING
         node = node[name]
     return node
+
+
+def nested_leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (key path, value) of everything that is not a non-empty dictionary."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from nested_leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
 
 
 def remove(values: dict[str, Any], path: str) -> None:

@@ -32,6 +32,7 @@ _SHARD = "every worker group shards over all its ranks, block by block"
 _HDFS = "checkpoints go to trainer.default_local_dir"
 _ORDER = "mini-batches follow the (already shuffled) order of prompts"
 _RAW = "rows always travel with their samples"
+_REWARD = "it configures a reward network, and there is none"
 _SYNC = "weights always arrive through the weight channel"
 
 RUN_KEYS: Mapping[str, Pointless] = {
@@ -70,6 +71,13 @@ RUN_KEYS: Mapping[str, Pointless] = {
     "critic.model.use_remove_padding": Pointless((True, False), _PACKED),
     "critic.model.fsdp_config.wrap_policy": Pointless((None, {}, {"min_num_params": 0}), _SHARD),
     "critic.model.fsdp_config.fsdp_size": Pointless((-1,), _SHARD),
+    "reward_model.enable": Pointless((False,), "rewards are computed by the task; there is no reward network"),
+    "reward_model.strategy": Pointless((ANY,), _REWARD),
+    "reward_model.model": Pointless((ANY,), _REWARD),
+    "reward_model.micro_batch_size": Pointless((ANY,), _REWARD),
+    "reward_model.use_dynamic_bsz": Pointless((ANY,), _REWARD),
+    "reward_model.forward_max_token_len_per_gpu": Pointless((ANY,), _REWARD),
+    "reward_model.max_length": Pointless((ANY,), _REWARD),
     "algorithm.no_think_rl": Pointless((False,), "thinking is part of the episode"),
     "algorithm.state_masking": Pointless((ANY,), _MASKS),
     "trainer.default_hdfs_dir": Pointless((None,), _HDFS),

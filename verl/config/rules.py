@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -62,8 +63,11 @@ def _trajectories(config: RunConfig) -> int:
 
 
 def _engine_exists(config: RunConfig) -> bool:
-    """An engine is a module of its name; one that is not part of this release is refused before anything starts."""
-    return importlib.util.find_spec(f"verl.workers.rollout.{config.actor_rollout_ref.rollout.name}") is not None
+    """An engine is a module of its name (looked for, not imported: it is heavy); one that is not part of this release is refused before anything starts."""
+    if config.actor_rollout_ref.rollout.name == "hf":
+        return True
+    engines = Path(__file__).resolve().parents[1] / "workers" / "rollout"
+    return (engines / f"{config.actor_rollout_ref.rollout.name}.py").is_file()
 
 
 def _wandb_installed(config: RunConfig | SftConfig) -> bool:
@@ -140,10 +144,13 @@ RUN_RULES: tuple[Rule, ...] = (
         "lower it or raise data.max_prompt_length",
     ),
     Rule(
-        "observation fits prompt",
-        ("data.max_obs_length", "data.max_prompt_length"),
-        lambda c: c.data.max_obs_length < c.data.max_prompt_length,
-        "must be below data.max_prompt_length ({data.max_prompt_length}), or no turn could follow a search",
+        "a turn can follow a search",
+        ("data.max_obs_length", "data.max_start_length", "data.max_prompt_length", "data.max_response_length"),
+        lambda c: (
+            c.data.max_start_length + c.data.max_obs_length < c.data.max_prompt_length + c.data.max_response_length
+        ),
+        "together with data.max_start_length ({data.max_start_length}) must be below the context "
+        "(max_prompt_length + max_response_length), or nothing could follow a search",
         "lower it or raise data.max_prompt_length",
     ),
     Rule(
