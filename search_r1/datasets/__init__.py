@@ -1,0 +1,1 @@
+"""Readers of conversation files, one module per format, all yielding ``Row``."""
