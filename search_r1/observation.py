@@ -42,8 +42,8 @@ def _shortened(codec: Codec, shown: list[Document], pieces: list[str], max_obs_l
     shell = len(codec.encode(_wrap([""])))
     if shell > max_obs_length:
         raise ValueError(f"max_obs_length={max_obs_length} cannot hold the {shell} tokens of an empty observation")
-    encoded = [codec.encode(piece + "\n") for piece in pieces]
-    budget = max_obs_length - shell
+    encoded = [codec.encode(piece) for piece in pieces]
+    budget = max_obs_length - shell - (len(pieces) - 1) * len(codec.encode("\n"))
     while True:
         shares = share_budget([len(ids) for ids in encoded], budget)
         cut = [
