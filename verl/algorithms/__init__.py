@@ -1,0 +1,1 @@
+"""Reinforcement-learning mathematics: pure functions over plain sequences and CPU tensors."""

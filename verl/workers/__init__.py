@@ -1,0 +1,1 @@
+"""Workers: the processes that hold models (training engine, policy, critic, rollout)."""

@@ -1,0 +1,162 @@
+"""Loading and building Hugging Face models for training: from safetensors, or from a config alone with a seed.
+
+The modules here wrap a model so that one ``forward`` takes a packed micro-batch and returns what the trainer needs; the
+sharding of FSDP2 hooks into exactly that call.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from verl.errors import ModelError
+from verl.workers.attention import PACKED, Packing
+from verl.workers.logits import token_statistics
+
+logger = logging.getLogger(__name__)
+_WEIGHT_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
+
+
+def has_weights(folder: Path) -> bool:
+    """True when the folder holds safetensors; raises ModelError when it holds weights in another form only."""
+    if any(folder.glob("*.safetensors")):
+        return True
+    others = sorted(path.name for path in folder.iterdir() if path.suffix in _WEIGHT_SUFFIXES)
+    if others:
+        raise ModelError(f"{folder} has weights as {others[0]} only; convert them to safetensors, nothing else is loaded")
+    return False
+
+
+def load_causal_lm(path: str, *, attention: str, trust_remote_code: bool, seed: int) -> PreTrainedModel:
+    """Load a causal LM in float32 from a folder or hub name; a folder without weights is initialised from ``seed``.
+
+    Raises ModelError when the folder is missing, has no config, or holds weights that do not fit the config.
+    """
+    folder = Path(path)
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ModelError(f"{path} has no config.json, so it is not a Hugging Face model folder")
+    if not folder.is_dir() and (path.startswith((".", "/")) or path.count("/") != 1):
+        raise ModelError(f"model folder {path} does not exist")
+    try:
+        if folder.is_dir() and not has_weights(folder):
+            config = AutoConfig.from_pretrained(path, **options)
+            logger.info("%s has no weights: initialising from seed %d", path, seed)
+            with torch.random.fork_rng():
+                torch.manual_seed(seed)
+                model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+        else:
+            model, report = AutoModelForCausalLM.from_pretrained(
+                path,
+                attn_implementation=attention,
+                dtype=torch.float32,
+                use_safetensors=True,
+                output_loading_info=True,
+                **options,
+            )
+            _refuse_missing(path, report["missing_keys"])
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot load a causal LM from {path}: {error}") from error
+    return cast(PreTrainedModel, model)
+
+
+def _refuse_missing(path: str, missing: Iterable[str]) -> None:
+    names = sorted(missing)
+    if names:
+        shown = ", ".join(names[:5])
+        raise ModelError(f"{path}: {len(names)} weights of its architecture are missing from the files ({shown} ...)")
+
+
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
+    """Load the tokenizer of a model folder; raises ModelError naming the folder when there is none."""
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        raise ModelError(f"{path} has no usable tokenizer: {error}") from error
+
+
+class PackedModel(nn.Module):
+    """A causal LM, or its body with a scalar value head, over packed micro-batches."""
+
+    def __init__(self, model: PreTrainedModel, value_head: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.value_head: nn.Linear | None = None
+        if value_head:
+            self.value_head = nn.Linear(_hidden_size(model), 1)
+            # Values start at exactly 0: the first advantages are then the returns themselves, not noise of a random head.
+            nn.init.zeros_(self.value_head.weight)
+            nn.init.zeros_(self.value_head.bias)
+            self._drop_language_head()
+        text_config = model.config.get_text_config()
+        self.softcap: float | None = getattr(text_config, "final_logit_softcapping", None)
+
+    def _drop_language_head(self) -> None:
+        """A critic keeps the body only. A tied head shares the embedding and stays as that."""
+        self.model = cast(PreTrainedModel, self.model.base_model)
+
+    @property
+    def body(self) -> nn.Module:
+        """The model without its language head."""
+        return self.model if self.value_head is not None else cast(nn.Module, self.model.base_model)
+
+    def forward(
+        self, token_ids: Tensor, position_ids: Tensor, packing: Packing, predictors: Tensor, targets: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return (log-probs [M], entropies [M]), or (values [M], zeros [M]) with a value head."""
+        output = self.body(
+            input_ids=token_ids[None], position_ids=position_ids[None], use_cache=False, packing=packing
+        ).last_hidden_state
+        hidden = output[0].index_select(0, predictors)
+        if self.value_head is not None:
+            values = self.value_head(hidden).squeeze(-1).float()
+            return values, torch.zeros_like(values)
+        head = self.model.get_output_embeddings()
+        return token_statistics(hidden, head.weight, targets, temperature, getattr(head, "bias", None), self.softcap)
+
+
+def _hidden_size(model: PreTrainedModel) -> int:
+    return int(model.config.get_text_config().hidden_size)
+
+
+def decoder_layers(module: PackedModel) -> list[nn.Module]:
+    """Return the blocks that are sharded and checkpointed one by one, in order."""
+    kinds = set(getattr(module.model, "_no_split_modules", None) or ())
+    return [child for child in module.modules() if type(child).__name__ in kinds]
+
+
+def check_packed_model(model: PreTrainedModel) -> None:
+    """Compare the packed log-probs with the model's own forward pass on a few tokens.
+
+    Raises ModelError for an architecture whose attention or head does something that packing does not reproduce
+    (extra logit scaling, attention sinks, ...), before anything is trained on wrong numbers.
+    """
+    vocabulary = model.get_output_embeddings().weight.shape[0]
+    ids = torch.arange(1, 7, dtype=torch.int64) % vocabulary
+    packed = PackedModel(model, value_head=False)
+    with torch.no_grad():
+        # Two sequences of 3 tokens, each predicting its own last two.
+        positions = torch.tensor([0, 1, 2, 0, 1, 2])
+        predictors, targets = torch.tensor([0, 1, 3, 4]), ids[[1, 2, 4, 5]]
+        got, _ = packed(ids, positions, Packing.of((3, 3), ids.device), predictors, targets, 1.0)
+        own_attention = model.config._attn_implementation
+        model.set_attn_implementation("eager")
+        logits = model(input_ids=ids.view(2, 3), use_cache=False).logits.float()
+        model.set_attn_implementation(own_attention)
+        wanted = logits.log_softmax(-1)[:, :2].reshape(4, -1).gather(-1, targets[:, None]).squeeze(-1)
+    worst = float((got - wanted).abs().max())
+    if not worst < 1e-3:
+        raise ModelError(
+            f"{type(model).__name__} cannot be trained with packed sequences: log-probs differ by {worst:.2g} from its own"
+            " forward pass"
+        )
+
+
+assert PACKED  # registering the attention function is a side effect of importing it

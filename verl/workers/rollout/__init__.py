@@ -1,0 +1,1 @@
+"""Rollout engines and the worker that runs episodes beside one."""
