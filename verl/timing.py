@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -61,12 +61,13 @@ def _read_process_table() -> dict[int, tuple[int, float]]:
 class Stopwatch:
     """Collects seconds per phase. ``with watch.phase("rollout"): ...``; a phase may be entered many times.
 
-    Phases may be nested; each counts its whole own span, so an outer phase includes the inner ones.
+    Phases may be nested; each counts its whole own span, so an outer phase includes the inner ones. ``wall`` and
+    ``cpu`` are seconds by phase of an earlier session to go on from.
     """
 
-    def __init__(self) -> None:
-        self._wall: dict[str, float] = {}
-        self._cpu: dict[str, float] = {}
+    def __init__(self, wall: Mapping[str, float] | None = None, cpu: Mapping[str, float] | None = None) -> None:
+        self._wall: dict[str, float] = dict(wall or {})
+        self._cpu: dict[str, float] = dict(cpu or {})
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

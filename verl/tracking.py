@@ -1,7 +1,7 @@
 """Where figures go: always to ``metrics.jsonl``, and to sinks (console, TensorBoard, wandb) that may fail.
 
-A sink that cannot be opened or written warns once and never stops a run; ``metrics.jsonl`` is the record that everything
-else (resume, report) reads, so its failures are errors.
+A sink that cannot be opened or written warns once and never stops a run; ``metrics.jsonl`` is the record that
+everything else (resume, report) reads, so its failures are errors.
 """
 
 from __future__ import annotations

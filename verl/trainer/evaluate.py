@@ -1,0 +1,127 @@
+"""Evaluation: the same episodes as in training, greedy by default, every row in file order, failures score zero.
+
+What is written, and by whom it is read:
+    eval/<split>/step_<N>.jsonl             whole trajectories, re-scorable offline (``read_trajectories``)
+    eval/<split>/summary_step_<N>.json      the task's figures
+    validation_results_step<N>.json         the published format, when ``save_val``
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from verl.errors import CheckpointError
+from verl.timing import Stopwatch, format_duration
+from verl.tracking import write_atomically
+from verl.trainer.run_folder import write_records
+from verl.types import Prompt, Task, Trajectory
+
+logger = logging.getLogger(__name__)
+
+
+class Generates(Protocol):
+    """The part of the rollout manager that evaluation needs."""
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        step: int,
+        n: int,
+        *,
+        temperature: float,
+        top_p: float,
+        top_k: int,
+        mode: str = ...,
+    ) -> list[Trajectory]: ...
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One finished evaluation."""
+
+    step: int
+    figures: Mapping[str, float]
+    """The task's: n, em, f1 ..."""
+    score: float
+    """Mean of the task's validation reward, failures 0: what the best checkpoint is chosen by."""
+    trajectories: tuple[Trajectory, ...]
+    """In file order."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return the figures under ``val/``."""
+        return {f"val/{name}": value for name, value in self.figures.items()} | {"val/score": self.score}
+
+
+class Evaluator:
+    """Runs and records evaluations of one run."""
+
+    def __init__(self, task: Task, prompts: Sequence[Prompt], rollouts: Generates, config: Any, folder: Path) -> None:
+        self._task = task
+        self._prompts = prompts
+        self._rollouts = rollouts
+        self._config = config
+        self.folder = folder
+
+    def run(self, step: int, mode: str = "policy") -> Evaluation:
+        """Evaluate the current weights; ``mode`` other than ``policy`` is one of the task's fixed pipelines.
+
+        Results of a pipeline go to the split ``bounds`` and are not part of the published file.
+        """
+        trajectories = [t for batch in self._batches(step, mode) for t in batch]
+        evaluation = Evaluation(
+            step=step,
+            figures=dict(self._task.evaluate(trajectories)),
+            score=math.fsum(self._task.validation_reward(t) for t in trajectories) / max(1, len(trajectories)),
+            trajectories=tuple(trajectories),
+        )
+        folder = self.folder / "eval" / ("val" if mode == "policy" else f"pipeline_{mode}")
+        write_records(folder / f"step_{step}.jsonl", [t.to_record() for t in trajectories])
+        write_atomically(folder / f"summary_step_{step}.json", json.dumps(dict(evaluation.figures), indent=1))
+        if self._config.save_val and mode == "policy":
+            self._write_published(step, trajectories)
+        return evaluation
+
+    def _batches(self, step: int, mode: str) -> Iterator[list[Trajectory]]:
+        val = self._config.actor_rollout_ref.rollout.val_kwargs
+        size = self._config.data.val_batch_size
+        watch = Stopwatch()
+        for start in range(0, len(self._prompts), size):
+            with watch.phase("batch"):
+                batch = self._rollouts.generate(
+                    self._prompts[start : start + size],
+                    step,
+                    val.n,
+                    temperature=val.temperature,
+                    top_p=val.top_p,
+                    top_k=val.top_k,
+                    mode=mode,
+                )
+            yield batch
+            done = min(start + size, len(self._prompts))
+            if done < len(self._prompts):
+                left = watch.wall_seconds["batch"] / done * (len(self._prompts) - done)
+                logger.info("evaluated %d of %d, remaining %s", done, len(self._prompts), format_duration(left))
+
+    def _write_published(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+        directory = Path(self._config.save_val_dir) if self._config.save_val_dir is not None else self.folder
+        path = directory / f"validation_results_step{step}.json"
+        rows = self._task.validation_rows(trajectories)
+        write_atomically(path, json.dumps(rows, indent=4, ensure_ascii=False))
+        logger.info("wrote %s", path)
+
+
+def read_trajectories(path: Path) -> list[Trajectory]:
+    """Read a file of trajectories; raises CheckpointError naming file and line when one is damaged."""
+    trajectories = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            trajectories.append(Trajectory.from_record(json.loads(line)))
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path}:{number}: not a trajectory record ({error!r})") from error
+    return trajectories

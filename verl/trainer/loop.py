@@ -1,0 +1,242 @@
+"""The training loop. ``train_step`` is the algorithm on one screen; everything else here serves it.
+
+One step: roll out, assemble samples, score them (old policy, reference, values), estimate advantages, update critic and
+policy, publish the weights, evaluate, save, log. What each phase means is defined by the part that does it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from verl.algorithms.advantages import estimate
+from verl.data.prompts import PromptStream
+from verl.data.samples import Assembled, assemble
+from verl.errors import HealthError
+from verl.metrics import StepMetrics
+from verl.timing import Stopwatch
+from verl.tracking import Tracker
+from verl.trainer.checkpoint import CheckpointStore, TrainerState
+from verl.trainer.evaluate import Evaluation, Evaluator, Generates
+from verl.trainer.run_folder import RunFolder, write_records
+from verl.trainer.signals import StopRequest
+from verl.trainer.step_figures import add_advantage_figures, add_episode_figures, add_sample_figures
+from verl.types import Sample, Trajectory
+
+logger = logging.getLogger(__name__)
+
+
+class Models(Protocol):
+    """The worker groups as the loop sees them: one call per phase (``verl.trainer.models.WorkerModels``)."""
+
+    def score(self, samples: Sequence[Sample]) -> tuple[list[Sample], Mapping[str, float]]: ...
+
+    def update(self, samples: Sequence[Sample], train_policy: bool) -> Mapping[str, float]: ...
+
+    def publish(self, version: int) -> None: ...
+
+    def save(self, folder: Path, export: bool) -> None: ...
+
+    def load(self, folder: Path) -> None: ...
+
+
+class KlController(Protocol):
+    """Weight of the divergence in the reward (``verl.algorithms.kl``)."""
+
+    @property
+    def value(self) -> float: ...
+
+    def update(self, current: float, n: int) -> None: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+@dataclass
+class Parts:
+    """What the loop is built from; see ``verl.trainer.build``."""
+
+    config: Any
+    folder: RunFolder
+    config_hash: str
+    prompts: PromptStream
+    prompts_hash: str
+    rollouts: Generates
+    models: Models
+    kl: KlController
+    evaluator: Evaluator
+    tracker: Tracker
+    store: CheckpointStore
+    total_steps: int
+
+
+class TrainingLoop:
+    """Runs a new or restored run to its last step."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.config = parts.config
+        self.step = 0
+        self.best: tuple[int | None, float | None] = (None, None)
+        self.watch = Stopwatch()
+        """Seconds by phase over the whole run, earlier sessions included."""
+        self._stop = StopRequest()
+
+    def run(self) -> None:
+        """Train to ``total_steps``. After a SIGTERM or SIGINT: save, then raise ``SystemExit(128 + signal)``."""
+        with self._stop.listening():
+            self.restore()
+            self.parts.models.publish(self.step)
+            if self.step == 0 and self.config.trainer.val_before_train:
+                evaluation = self._evaluate(0)
+                self.parts.tracker.log(0, evaluation.metrics() | self.watch.metrics())
+            while self.step < self.parts.total_steps:
+                self._stop.raise_if_requested()
+                self.train_step(self.step + 1)
+            self._stop.raise_if_requested()
+
+    def train_step(self, step: int) -> None:
+        """Make one step: the algorithm, phase by phase."""
+        parts, watch, figures = self.parts, Stopwatch(), StepMetrics()
+        with watch.phase("step"):
+            with watch.phase("rollout"):
+                trajectories = self._rollout(step)
+            add_episode_figures(trajectories, figures)
+            batch = assemble(trajectories)
+            self._check_batch(step, batch, figures)
+            with watch.phase("score"):
+                samples, scoring = parts.models.score(batch.samples)
+            add_sample_figures(samples, step - 1, figures)
+            with watch.phase("advantage"):
+                samples, estimation = estimate(samples, self.config.algorithm, parts.kl.value)
+            add_advantage_figures(samples, figures)
+            with watch.phase("update"):
+                training = parts.models.update(samples, train_policy=step > self.config.trainer.critic_warmup)
+            self._check_health(step, training)
+            with watch.phase("publish"):
+                parts.models.publish(step)
+        self.step = step
+        for produced in (scoring, estimation, training):
+            figures.merge(produced)
+        self._control_kl(figures, len(samples))
+        self.watch.absorb(watch)
+        evaluation = self._evaluate(step) if self._evaluation_due(step) else None
+        self._finish_step(watch, figures, evaluation)
+
+    # -----------------------------------------------------------------------------------------------------------
+
+    def _rollout(self, step: int) -> list[Trajectory]:
+        rollout = self.config.actor_rollout_ref.rollout
+        trajectories = self.parts.rollouts.generate(
+            self.parts.prompts.next_batch(),
+            step,
+            rollout.group_size,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            mode="policy",
+        )
+        path = self.parts.folder.path / "rollouts" / f"step_{step}.jsonl"
+        write_records(path, [trajectory.to_record() for trajectory in trajectories])
+        return trajectories
+
+    def _check_batch(self, step: int, batch: Assembled, figures: StepMetrics) -> None:
+        figures.merge({f"data/dropped/{reason}": count for reason, count in batch.drops.items()})
+        if not batch.samples:
+            raise HealthError(f"step {step}: no episode can be trained on; dropped: {dict(batch.drops)}")
+
+    def _check_health(self, step: int, figures: Mapping[str, float]) -> None:
+        """Stop before damaged weights are published or saved."""
+        broken = sorted(name for name, value in figures.items() if not math.isfinite(value))
+        if broken:
+            raise HealthError(
+                f"step {step}: {', '.join(broken)} not finite; the run stops before these weights are saved. Lower the "
+                f"learning rate, or look at {self.parts.folder.path / 'rollouts' / f'step_{step}.jsonl'}"
+            )
+
+    def _control_kl(self, figures: StepMetrics, n: int) -> None:
+        """Move the KL coefficient by this step's divergence; it applies from the next step on."""
+        figures.add("kl/coefficient", self.parts.kl.value)
+        divergence = figures.result().get("kl/reference")
+        if divergence is not None:
+            self.parts.kl.update(divergence, n)
+
+    def _evaluate(self, step: int) -> Evaluation:
+        with self.watch.phase("evaluate"):
+            return self.parts.evaluator.run(step)
+
+    def _evaluation_due(self, step: int) -> bool:
+        frequency = self.config.trainer.test_freq
+        return step == self.parts.total_steps or (frequency > 0 and step % frequency == 0)
+
+    def _finish_step(self, watch: Stopwatch, figures: StepMetrics, evaluation: Evaluation | None) -> None:
+        """Save when due, then log. The checkpoint holds the row too, so that a kill between the two loses nothing."""
+        done, wall = figures.result(), watch.wall_seconds["step"]
+        figures.add("data/epoch", self.parts.prompts.epoch)
+        figures.add("throughput/episodes_per_s", done["data/episodes"] / wall)
+        figures.add("throughput/trained_tokens_per_s", done["data/trained_tokens"] / wall)
+        figures.add("progress/remaining", self._remaining())
+        row = figures.result() | watch.metrics() | ({} if evaluation is None else evaluation.metrics())
+        if self._save_due(self.step):
+            with self.watch.phase("save"):
+                self._save(row, evaluation)
+        self.parts.tracker.log(self.step, row)
+
+    def _remaining(self) -> float:
+        """Return the wall seconds to the end, by the averages of this run so far."""
+        total, seconds = self.parts.total_steps, self.watch.wall_seconds
+        steps = seconds["step"] / self.step * (total - self.step)
+        done = sum(self._evaluation_due(step) for step in range(1, self.step + 1))
+        done += self.config.trainer.val_before_train
+        ahead = sum(self._evaluation_due(step) for step in range(self.step + 1, total + 1))
+        return steps + (seconds["evaluate"] / done * ahead if done else 0.0)
+
+    # -----------------------------------------------------------------------------------------------------------
+
+    def _save_due(self, step: int) -> bool:
+        frequency = self.config.trainer.save_freq
+        last = step == self.parts.total_steps or self._stop.number is not None
+        return last or (frequency > 0 and step % frequency == 0)
+
+    def _save(self, row: Mapping[str, float], evaluation: Evaluation | None) -> None:
+        parts, score = self.parts, None if evaluation is None else evaluation.score
+        if score is not None and (self.best[1] is None or score > self.best[1]):
+            self.best = (self.step, score)
+        state = TrainerState(
+            step=self.step,
+            run_id=parts.folder.run_id,
+            config_hash=parts.config_hash,
+            prompts=parts.prompts.state(),
+            prompts_hash=parts.prompts_hash,
+            kl=parts.kl.state(),
+            score=score,
+            best_step=self.best[0],
+            best_score=self.best[1],
+            figures=dict(row),
+            wall_seconds=self.watch.wall_seconds,
+            cpu_seconds=self.watch.cpu_seconds,
+        )
+        every, frequency = self.config.trainer.export_every, max(1, self.config.trainer.save_freq)
+        export = self.step == parts.total_steps or (every > 0 and self.step // frequency % every == 0)
+        parts.store.save(state, lambda folder: parts.models.save(folder, export))
+
+    def restore(self) -> None:
+        """Load the restored checkpoint, if there is one, into every part. Raises CheckpointError for other data."""
+        checkpoint, parts = self.parts.folder.restored, self.parts
+        if checkpoint is None:
+            return
+        state = checkpoint.state()
+        state.check_data(parts.prompts_hash, checkpoint.path)
+        parts.models.load(checkpoint.path)
+        parts.prompts.restore(state.prompts)
+        parts.kl.restore(state.kl)
+        self.step, self.best = state.step, (state.best_step, state.best_score)
+        self.watch = Stopwatch(state.wall_seconds, state.cpu_seconds)
+        if not any(row["step"] == state.step for row in parts.tracker.file.rows()):
+            parts.tracker.log(state.step, state.figures)
+        logger.info("resumed from %s: %d of %d steps are done", checkpoint.path, state.step, parts.total_steps)
