@@ -1,4 +1,4 @@
-"""The rows that are being decoded: admission, one step for all of them, departure. Runs on the engine's model thread."""
+"""The rows that are being decoded: admission, one step for all, departure. Runs on the engine's model thread."""
 
 from __future__ import annotations
 
@@ -53,6 +53,44 @@ class Request:
 Finished = list[tuple[Request, Completion]]
 
 
+class KeptStates:
+    """Keys and values of sessions between their turns, within a memory budget."""
+
+    def __init__(self, budget: int) -> None:
+        self._budget = budget
+        self._entries: dict[Session, tuple[list[int], Tensor]] = {}
+
+    def put(self, session: Session, tokens: list[int], states: Tensor) -> None:
+        """Keep ``states`` [layers, 2, H, len(tokens), D]; beyond the budget the turn will be read again."""
+        self._entries.pop(session, None)
+        if sum(kept.nbytes for _, kept in self._entries.values()) + states.nbytes <= self._budget:
+            self._entries[session] = (tokens, states)
+
+    def prefix(self, session: Session) -> int:
+        """Return how many tokens are kept for the session."""
+        return len(self._entries[session][0]) if session in self._entries else 0
+
+    def match(self, session: Session, context: list[int]) -> None:
+        """Drop the session's entry unless it is a proper prefix of ``context``."""
+        length = self.prefix(session)
+        if length and (length >= len(context) or context[:length] != self._entries[session][0]):
+            del self._entries[session]
+
+    def pop(self, session: Session) -> Tensor | None:
+        """Take the session's states out."""
+        entry = self._entries.pop(session, None)
+        return None if entry is None else entry[1]
+
+    def retain(self, sessions: set[Session]) -> None:
+        """Drop the entries of all other sessions."""
+        for session in [kept for kept in self._entries if kept not in sessions]:
+            del self._entries[session]
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self._entries.clear()
+
+
 class Batch:
     """The active rows; row i owns slot i of the model's buffer."""
 
@@ -61,10 +99,11 @@ class Batch:
         self.rows: list[Request] = []
         self._sampling: SamplingBatch | None = None
         self._tokens = torch.empty(0, dtype=torch.int64, device=model.device)
-        self._kept_bytes = 0
+        self.kept = KeptStates(_KEPT_BYTES)
 
     # -- admission ----------------------------------------------------------------------------------------------
 
+    @torch.inference_mode()
     def add(self, requests: list[Request]) -> Finished:
         """Read the contexts of ``requests`` into new slots and sample each one's first token.
 
@@ -72,42 +111,67 @@ class Batch:
         values are put back and only the rest is read. Returns the requests that are finished already.
         """
         first = len(self.rows)
-        unique, copies = _split_duplicates(requests)
-        ordered = sorted(unique, key=lambda r: (r.session.states is not None, len(r.context) - len(r.session.tokens)))
-        slot_of = {id(request): first + i for i, request in enumerate(ordered)}
-        logits: list[Tensor] = []
-        for group in _prefill_groups(ordered):
-            logits.append(self._prefill(slot_of[id(group[0])], group))
-        for copy, original in copies:
-            slot_of[id(copy)] = first + len(ordered)
-            self._model.cache.reserve_rows(first + len(ordered) + 1)
-            self._model.cache.copy_row(slot_of[id(original)], first + len(ordered), len(copy.context))
+        unique, copies = self._split_duplicates(requests)
+        unique.sort(key=lambda request: (self.kept.prefix(request.session) > 0, self._unread(request)))
+        slot_of = {request: first + i for i, request in enumerate(unique)}
+        logits = [self._prefill(slot_of[group[0]], group) for group in self._prefill_groups(unique)]
+        for slot, (copy, original) in enumerate(copies, first + len(unique)):
+            self._model.cache.reserve(slot + 1, len(copy.context))
+            self._model.cache.copy_row(slot_of[original], slot, len(copy.context))
             self._stats.reused_tokens += len(copy.context)
-            ordered.append(copy)
-        every = torch.cat(logits)
-        rows = [slot_of[id(original)] - first for _, original in copies]
-        if rows:
-            every = torch.cat([every, every[rows]])
-        self.rows.extend(ordered)
-        return self._sample(every, first)
+        read = torch.cat(logits)
+        source = [*range(len(unique)), *(slot_of[original] - first for _, original in copies)]
+        self.rows.extend([*unique, *(copy for copy, _ in copies)])
+        return self._sample(read[source] if copies else read, first)
+
+    def _unread(self, request: Request) -> int:
+        """Return the number of context tokens whose keys and values are not kept."""
+        return len(request.context) - self.kept.prefix(request.session)
+
+    def _split_duplicates(self, requests: Sequence[Request]) -> tuple[list[Request], list[tuple[Request, Request]]]:
+        """Return the requests to read, and (copy, original) for those whose equal context is read already."""
+        seen: dict[tuple[int, ...], Request] = {}
+        unique, copies = [], []
+        for request in requests:
+            self.kept.match(request.session, request.context)
+            key = tuple(request.context)
+            if self.kept.prefix(request.session) or key not in seen:
+                unique.append(request)
+                if not self.kept.prefix(request.session):
+                    seen[key] = request
+            else:
+                copies.append((request, seen[key]))
+        return unique, copies
+
+    def _prefill_groups(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
+        """Cut requests, sorted as in ``add``, into groups that share a forward pass with little padding."""
+        group: list[Request] = []
+        for request in requests:
+            if group:
+                unread, shortest = self._unread(request), self._unread(group[0])
+                mixed = (self.kept.prefix(request.session) > 0) != (self.kept.prefix(group[0].session) > 0)
+                if mixed or unread * (len(group) + 1) > _PREFILL_TOKENS or unread > 64 + 3 * shortest // 2:
+                    yield group
+                    group = []
+            group.append(request)
+        yield group
 
     def _prefill(self, first: int, group: Sequence[Request]) -> Tensor:
         """Read one group of contexts into slots ``first ..``; return the logits after each: [n, V]."""
-        starts, suffixes = [], []
-        for offset, request in enumerate(group):
-            session = request.session
-            if session.states is not None:
-                self._model.cache.reserve_rows(first + len(group), session.states.shape[3])
-                self._model.cache.put(first + offset, session.states)
-            starts.append(len(session.tokens))
-            suffixes.append(request.context[len(session.tokens) :])
-            self._forget(session)
+        starts = [self.kept.prefix(request.session) for request in group]
+        suffixes = [request.context[start:] for request, start in zip(group, starts, strict=True)]
+        self._model.cache.reserve(first + len(group), max(len(request.context) for request in group))
+        for slot, request in enumerate(group, first):
+            states = self.kept.pop(request.session)
+            if states is not None:
+                self._model.cache.put(slot, states)
         self._stats.prefilled_tokens += sum(map(len, suffixes))
         self._stats.reused_tokens += sum(starts)
         return self._model.prefill(first, suffixes, starts)
 
     # -- decoding -----------------------------------------------------------------------------------------------
 
+    @torch.inference_mode()
     def step(self) -> Finished:
         """Decode one token for every row; return the requests that finished with it."""
         positions = [request.cached_length for request in self.rows]
@@ -150,11 +214,8 @@ class Batch:
         finished: Finished = []
         for index, reason in done:
             row = self.rows[index]
-            if reason != "length":
-                self._keep(row, index)
-            finished.append(
-                (row, Completion(tuple(row.generated), tuple(row.logprobs), reason, row.policy_version))
-            )
+            self._keep(row, index)
+            finished.append((row, Completion(tuple(row.generated), tuple(row.logprobs), reason, row.policy_version)))
         self._remove([index for index, _ in done])
         return finished
 
@@ -172,18 +233,11 @@ class Batch:
             self._sampling = None
 
     def _keep(self, row: Request, slot: int) -> None:
-        """Copy a row's keys and values out for the next turn of its session, if there is a next turn and room."""
+        """Copy a row's keys and values out for the next turn of its session."""
         length = row.cached_length
-        size = self._model.cache.row_bytes(length)
-        if row.session.closed or self._kept_bytes + size > _KEPT_BYTES:
-            return
-        row.session.tokens = (row.context + row.generated)[:length]
-        row.session.states = self._model.cache.take(slot, length)
-        self._kept_bytes += size
+        self.kept.put(row.session, (row.context + row.generated)[:length], self._model.cache.take(slot, length))
 
-    def _forget(self, session: Session) -> None:
-        session.forget()
-
+    @torch.inference_mode()
     def drop_cancelled(self) -> None:
         """Take out the rows whose caller has gone."""
         self._remove([i for i, row in enumerate(self.rows) if row.future.done()])
@@ -192,42 +246,6 @@ class Batch:
         """Take out all rows and forget every slot; return the rows."""
         rows, self.rows = self.rows, []
         self._tokens, self._sampling = self._tokens[:0], None
+        self.kept.clear()
         self._model.clear()
         return rows
-
-
-def _split_duplicates(requests: Sequence[Request]) -> tuple[list[Request], list[tuple[Request, Request]]]:
-    """Return the requests to read, and (copy, original) for those whose equal context is read already."""
-    seen: dict[tuple[int, ...], Request] = {}
-    unique, copies = [], []
-    for request in requests:
-        session = request.session
-        if request.context[: len(session.tokens)] != session.tokens or len(request.context) <= len(session.tokens):
-            session.forget()
-        if session.states is not None:
-            unique.append(request)
-            continue
-        key = tuple(request.context)
-        if key in seen:
-            copies.append((request, seen[key]))
-        else:
-            seen[key] = request
-            unique.append(request)
-    return unique, copies
-
-
-def _prefill_groups(requests: Sequence[Request]) -> Iterator[list[Request]]:
-    """Cut requests, sorted by length, into groups that share a forward pass with little padding."""
-    group: list[Request] = []
-    for request in requests:
-        new = len(request.context) - len(request.session.tokens)
-        if group:
-            head = group[0]
-            shortest = len(head.context) - len(head.session.tokens)
-            mixed = (head.session.states is None) != (request.session.states is None)
-            if mixed or new * (len(group) + 1) > _PREFILL_TOKENS or new > 64 + 3 * shortest // 2:
-                yield group
-                group = []
-        group.append(request)
-    if group:
-        yield group

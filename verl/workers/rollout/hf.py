@@ -63,23 +63,16 @@ class EngineStats:
 
 
 class Session:
-    """One episode's access to the engine: ``generate`` as the task sees it, plus its kept keys and values."""
+    """One episode's access to the engine: ``generate`` as the task sees it."""
 
     def __init__(self, engine: HfEngine, order: int, on_token: OnToken | None) -> None:
         self._engine = engine
         self.order = order
         self.on_token = on_token
-        self.tokens: list[int] = []
-        """The context whose keys and values are kept."""
-        self.states: Tensor | None = None
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Completion:
         """Continue ``token_ids`` (the whole context); raises EngineError when the engine cannot."""
         return await self._engine._submit(self, token_ids, sampling)
-
-    def forget(self) -> None:
-        """Drop the kept keys and values."""
-        self.tokens, self.states = [], None
 
     def close(self) -> None:
         """End the session. In deterministic mode the others stop waiting for it."""
@@ -126,7 +119,7 @@ class HfEngine:
         """
         self.device = torch.device(device)
         self.tokenizer = load_tokenizer(model_path, trust_remote_code) if tokenizer is None else tokenizer
-        self.model = load_slot_model(model_path, dtype, self.device, trust_remote_code)
+        self.model = load_slot_model(model_path, dtype, self.device, max_num_seqs, trust_remote_code)
         self.deterministic = deterministic
         self.max_num_seqs = max_num_seqs
         self.max_model_len = min(max_model_len or self.model.max_length, self.model.max_length)
@@ -177,7 +170,6 @@ class HfEngine:
         return await future
 
     def _close_session(self, session: Session) -> None:
-        session.forget()
         self._sessions.discard(session)
         if self._pending:
             self._wake()
@@ -195,6 +187,7 @@ class HfEngine:
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             self._batch.drop_cancelled()
+            self._batch.kept.retain(self._sessions)
             admitted = self._admit()
             if not admitted and not self._batch.rows:
                 return
@@ -226,18 +219,19 @@ class HfEngine:
         between = time.perf_counter()
         self.stats.prefill_s += between - started
         for _ in range(_BURST):
-            if finished or not self._batch.rows or (self._pending and not self.deterministic):
+            if finished or not self._batch.rows or self._may_admit():
                 break
             finished = self._batch.step()
         self.stats.decode_s += time.perf_counter() - between
         return finished
 
+    def _may_admit(self) -> bool:
+        return bool(self._pending) and not self.deterministic and len(self._batch.rows) < self.max_num_seqs
+
     def _fail(self, admitted: Iterable[Request], error: Exception) -> None:
         """Give the error to every request it concerns; the buffer may be half-written, so it is dropped."""
         logger.warning("generation failed: %s", error)
         requests = {id(request): request for request in [*self._batch.clear(), *admitted]}
-        for session in self._sessions:
-            session.forget()
         for request in requests.values():
             if not request.future.done():
                 failure = EngineError(f"generation failed: {type(error).__name__}: {error}")
@@ -285,9 +279,7 @@ class HfEngine:
 
     def reset_cache(self) -> None:
         """Forget kept keys and values (they belong to the old weights)."""
-        self.model.clear()
-        for session in self._sessions:
-            session.forget()
+        self._batch.clear()
 
     def close(self) -> None:
         """Stop the model thread."""

@@ -49,11 +49,7 @@ class SamplingBatch:
         """Gather the parameters of ``rows`` in row order."""
         greedy = [row.temperature == 0 for row in rows]
         temperature = [1.0 if is_greedy else row.temperature for row, is_greedy in zip(rows, greedy, strict=True)]
-        cut = [
-            i
-            for i, row in enumerate(rows)
-            if not greedy[i] and (row.top_p < 1.0 or 0 < row.top_k < vocabulary)
-        ]
+        cut = [i for i, row in enumerate(rows) if not greedy[i] and (row.top_p < 1.0 or 0 < row.top_k < vocabulary)]
         top_k = [rows[i].top_k if 0 < rows[i].top_k < vocabulary else vocabulary for i in cut]
         return cls(
             temperature=torch.tensor(temperature, dtype=torch.float32, device=device).unsqueeze(1),

@@ -35,46 +35,50 @@ class SlotCache:
     Zero-initialised: masked positions still enter products, and zero times garbage may be NaN.
     """
 
-    def __init__(self, layers: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._layers, self._dtype, self._device = layers, dtype, device
-        self.buffer: Tensor | None = None
+    def __init__(self, shape: tuple[int, int, int], max_rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        """``shape`` is (layers, H, D); ``max_rows`` bounds the growth."""
+        self._layers, self._heads, self._head_dim = shape
+        self._max_rows, self._dtype, self._device = max_rows, dtype, device
+        self._buffer: Tensor | None = None
 
-    def reserve(self, rows: int, length: int, heads: int, head_dim: int) -> Tensor:
+    @property
+    def buffer(self) -> Tensor:
+        """The tensor; only valid until the next ``reserve``."""
+        return self.reserve(1, 1) if self._buffer is None else self._buffer
+
+    def reserve(self, rows: int, length: int) -> Tensor:
         """Return the buffer with room for ``rows`` rows of ``length`` tokens; keeps what it holds."""
-        old = self.buffer
-        if old is not None and old.shape[2] >= rows and old.shape[4] >= length:
-            return old
+        old = self._buffer
         if old is not None:
-            rows = rows if old.shape[2] >= rows else max(rows, 2 * old.shape[2])
-            length = length if old.shape[4] >= length else max(length, old.shape[4] + old.shape[4] // 2)
-            rows, length = max(rows, old.shape[2]), max(length, old.shape[4])
+            old_rows, old_length = old.shape[2], old.shape[4]
+            if old_rows >= rows and old_length >= length:
+                return old
+            # Grow by more than asked, so that growing copies little overall.
+            rows = max(rows, min(2 * old_rows, self._max_rows)) if rows > old_rows else old_rows
+            length = max(length, 3 * old_length // 2) if length > old_length else old_length
         length = -(-length // _BLOCK) * _BLOCK
-        new = torch.zeros(
-            (self._layers, 2, rows, heads, length, head_dim), dtype=self._dtype, device=self._device
-        )
+        shape = (self._layers, 2, rows, self._heads, length, self._head_dim)
+        new = torch.zeros(shape, dtype=self._dtype, device=self._device)
         if old is not None:
             new[:, :, : old.shape[2], :, : old.shape[4]] = old
-        self.buffer = new
+        self._buffer = new
         return new
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Copy the first ``length`` tokens of one row over another."""
-        assert self.buffer is not None
         self.buffer[:, :, target, :, :length] = self.buffer[:, :, source, :, :length]
 
     def take(self, row: int, length: int) -> Tensor:
         """Return a copy [layers, 2, H, length, D] of a row's first tokens."""
-        assert self.buffer is not None
         return self.buffer[:, :, row, :, :length].clone()
 
     def put(self, row: int, states: Tensor) -> None:
         """Write what ``take`` returned to the start of a row."""
-        assert self.buffer is not None
         self.buffer[:, :, row, :, : states.shape[3]] = states
 
     def clear(self) -> None:
         """Forget everything and free the memory."""
-        self.buffer = None
+        self._buffer = None
 
 
 @dataclass
@@ -116,10 +120,10 @@ def _slot_attention(
     slot_plan: _Plan | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Write the new keys and values into their slots, then attend: query [n, H * G, T, D] -> output [n, T, H * G, D]."""
+    """Write the new keys and values into their slots, then attend: query [n, H*G, T, D] -> [n, T, H*G, D]."""
     assert slot_plan is not None, "the slot attention works inside SlotModel only"
     plan, (rows, heads, width, head_dim) = slot_plan, key.shape
-    buffer = plan.cache.reserve(plan.first + rows, plan.length, heads, head_dim)
+    buffer = plan.cache.reserve(plan.first + rows, plan.length)
     keys, values = buffer[module.layer_idx, :, plan.first : plan.first + rows]  # type: ignore[index]
     if plan.fresh:
         keys[:, :, :width], values[:, :, :width] = key, value
@@ -148,8 +152,12 @@ def _slot_attention(
 AttentionInterface.register(ATTENTION, _slot_attention)
 
 
-def load_slot_model(path: str, dtype: str, device: torch.device, trust_remote_code: bool = False) -> SlotModel:
+def load_slot_model(
+    path: str, dtype: str, device: torch.device, max_rows: int, trust_remote_code: bool = False
+) -> SlotModel:
     """Load a causal LM from a model folder for decoding; a folder with only a config gives random weights.
+
+    At most ``max_rows`` sequences are decoded at once.
 
     Raises ModelError when the folder cannot be used, ConfigError for an unknown dtype.
     """
@@ -158,13 +166,13 @@ def load_slot_model(path: str, dtype: str, device: torch.device, trust_remote_co
     for parameter in model.parameters():
         # Not ``model.to(dtype)``: that would round the rotary frequencies too, which stay float32 buffers.
         parameter.data = parameter.data.to(wanted)
-    return SlotModel(model.to(device).eval().requires_grad_(False), device)
+    return SlotModel(model.to(device).eval().requires_grad_(False), device, max_rows)
 
 
 class SlotModel:
     """A loaded model with its slot buffer: ``prefill`` and ``decode`` return the next token's logits."""
 
-    def __init__(self, model: Any, device: torch.device) -> None:
+    def __init__(self, model: Any, device: torch.device, max_rows: int) -> None:
         """Take a loaded causal LM; raises ModelError when decoding over slots does not give the model's own logits."""
         self.model, self.device = model, device
         config = model.config.get_text_config()
@@ -172,8 +180,13 @@ class SlotModel:
         self.max_length = int(getattr(config, "max_position_embeddings", None) or 2**31)
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self._dtype = next(model.parameters()).dtype
-        self._layers = int(config.num_hidden_layers)
-        self.cache = SlotCache(self._layers, self._dtype, device)
+        heads = int(config.num_attention_heads)
+        shape = (
+            int(config.num_hidden_layers),
+            int(getattr(config, "num_key_value_heads", None) or heads),
+            int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+        )
+        self.cache = SlotCache(shape, max_rows, self._dtype, device)
         self._check(path=str(model.name_or_path))
 
     def clear(self) -> None:

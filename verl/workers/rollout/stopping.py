@@ -1,4 +1,4 @@
-"""When a generation ends: end-of-sequence ids, stop strings in the decoded text, the length cap."""
+"""When a generation ends: end-of-sequence ids, stop strings in the decoded text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class StopRule:
         self._pieces: dict[int, str] = {}
 
     def finish(self, generated: Sequence[int], sampling: Sampling) -> str | None:
-        """Return ``eos``, ``stop`` or ``length`` when the newest of ``generated`` ends the row, otherwise None."""
+        """Return ``eos`` or ``stop`` when the newest of ``generated`` ends the row, otherwise None."""
         newest = generated[-1]
         if newest in self._eos:
             return "eos"
@@ -37,7 +37,7 @@ class StopRule:
             text = self.decode(generated)
             if any(stop in text for stop in sampling.stop):
                 return "stop"
-        return "length" if len(generated) >= sampling.max_new_tokens else None
+        return None
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of ids with every special token written out."""
