@@ -23,7 +23,7 @@ from pydantic import BaseModel, ValidationError
 from verl.config.base import leaves
 from verl.config.problems import MISSING, Problem, all_paths, dig, nested_leaves, problems_of, remove, report
 from verl.config.published import ANY, RUN_KEYS, SFT_KEYS, Pointless
-from verl.config.rules import RUN_RULES, SFT_RULES, Rule, run_rules
+from verl.config.rules import RUN_RULES, SFT_RULES, run_rules
 from verl.config.schema import RunConfig
 from verl.config.sft_schema import SftConfig
 from verl.errors import ConfigError
@@ -130,7 +130,8 @@ def compose_values(
         raise ConfigError(f"configuration {config_name!r} cannot be composed: {_first_line(error)}") from error
     finally:
         GlobalHydra.instance().clear()
-    return _resolve(composed, problems)
+    resolved: dict[str, Any] = _resolve(composed, problems)
+    return resolved
 
 
 def _normalised(override: str, problems: list[Problem]) -> str | None:
@@ -158,7 +159,7 @@ def _resolve(node: Any, problems: list[Problem], path: str = "") -> Any:
     if isinstance(node, DictConfig):
         found: dict[str, Any] = {}
         for key in node:
-            child = f"{path}.{key}" if path else str(key)
+            child = f"{path}.{key!s}" if path else str(key)
             try:
                 value = node[key]
             except OmegaConfBaseException as error:
@@ -205,8 +206,8 @@ def _same(value: Any, harmless: Any) -> bool:
 
 def _yaml(value: Any) -> str:
     return (
-        {None: "null", True: "true", False: "false"}[value]
-        if value is None or value is True or value is False
+        {None: "null", True: "true", False: "false"}.get(value, str(value))
+        if isinstance(value, bool | None)
         else str(value)
     )
 

@@ -63,7 +63,7 @@ def _trajectories(config: RunConfig) -> int:
 
 
 def _engine_exists(config: RunConfig) -> bool:
-    """An engine is a module of its name (looked for, not imported: it is heavy); one that is not part of this release is refused before anything starts."""
+    """An engine is a module of its name; looked for, not imported, since it is heavy."""
     if config.actor_rollout_ref.rollout.name == "hf":
         return True
     engines = Path(__file__).resolve().parents[1] / "workers" / "rollout"

@@ -174,7 +174,7 @@ class RolloutConfig(Section):
     max_num_seqs: PositiveInt = 1024
     """Episodes that one worker runs at the same time."""
     deterministic: bool = False
-    """Make batches a function of (step, trajectory) alone and drop wall-clock stops, for exact reruns (hf only). Ours."""
+    """Batches depend on (step, trajectory) alone and nothing stops by the clock: exact reruns (hf only). Ours."""
     chunk_size: PositiveInt = 32
     """Trajectories handed to a worker at once. Ours."""
     episode_timeout_s: PositiveFloat = 600.0
