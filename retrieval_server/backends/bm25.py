@@ -1,0 +1,184 @@
+"""BM25 search over an index that bm25s built: memory-mapped, JVM-free, deterministic."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from retrieval_server.analyzer import Analyzer, stemmer_version
+from retrieval_server.corpus import PassageStore
+from retrieval_server.errors import IndexFolderError
+from retrieval_server.manifest import Manifest, Verify, check_corpus, check_files, read_manifest, resolve_index
+from retrieval_server.types import Hit, LoadProgress
+
+KIND = "bm25"
+MAX_QUERY_TERMS = 1024
+"""Only the last terms of a longer query count. The last: in a pasted conversation the question stands at the end."""
+
+# bm25s's own file names, so that the folder also opens with bm25s.BM25.load.
+VALUES, POSTINGS, INDPTR = "data.csc.index.npy", "indices.csc.index.npy", "indptr.csc.index.npy"
+VOCABULARY, PARAMS, STARTS = "vocab.index.json", "params.index.json", "starts.npy"
+INDEX_FILES = (VALUES, POSTINGS, INDPTR, VOCABULARY, PARAMS, STARTS)
+
+
+class Bm25Retriever:
+    """Implements ``types.Retriever``. Among equal scores the passage that comes first in the corpus ranks first."""
+
+    name = KIND
+
+    def __init__(
+        self,
+        values: npt.NDArray[np.float32],
+        postings: npt.NDArray[np.int32],
+        indptr: npt.NDArray[Any],
+        vocabulary: dict[str, int],
+        analyzer: Analyzer,
+        passages: PassageStore,
+        manifest: Manifest,
+    ) -> None:
+        """``values`` and ``postings`` [postings], ``indptr`` [terms + 1]; see ``load`` for where they come from."""
+        from retrieval_server.backends import bm25_kernel  # numba takes half a second: not at import
+
+        self._kernel = bm25_kernel
+        self._values, self._postings, self._indptr = values, postings, indptr
+        self._vocabulary, self._analyzer, self._passages = vocabulary, analyzer, passages
+        self._manifest = manifest
+        self._totals = np.zeros(len(passages), np.float32)
+        self._touched = np.zeros(len(passages), np.int32)
+        self._lock = threading.Lock()  # the two scratch arrays and the stemmer serve one search at a time
+        bm25_kernel.warm_up(values, postings, indptr)
+
+    @classmethod
+    def load(
+        cls, index_path: Path, corpus_path: Path, progress: LoadProgress, verify: Verify = "auto"
+    ) -> Bm25Retriever:
+        """Open an index and its corpus, checking both against the manifest.
+
+        Raises IndexFolderError or CorpusError, with both values, for an index or a corpus that is truncated, damaged,
+        foreign or of another pair.
+        """
+        folder = resolve_index(index_path)
+        manifest = read_manifest(folder)
+        if manifest.kind != KIND:
+            raise IndexFolderError(f"{folder} is an index of kind {manifest.kind!r}, the retriever is {KIND!r}")
+        total = manifest.corpus.bytes + sum(identity.bytes for identity in manifest.files.values())
+        hashed = 0
+
+        def count(n_bytes: int) -> None:
+            nonlocal hashed
+            hashed += n_bytes
+            progress.update("checking index and corpus", 0.7 * hashed / total)
+
+        progress.update("checking index and corpus", 0.0)
+        check_files(folder, manifest, verify, count)
+        check_corpus(corpus_path, manifest.corpus, verify, count)
+        progress.update("reading the vocabulary", 0.7)
+        values, postings, indptr, starts = (
+            np.asarray(_load_array(folder / name)) for name in (VALUES, POSTINGS, INDPTR, STARTS)
+        )
+        vocabulary = json.loads((folder / VOCABULARY).read_text(encoding="utf-8"))
+        _check_arrays(folder, manifest, values, postings, indptr, starts, vocabulary)
+        analyzer = _matching_analyzer(folder, manifest)
+        progress.update("compiling the search kernel", 0.8)
+        passages = PassageStore(corpus_path, starts)
+        retriever = cls(values, postings, indptr, vocabulary, analyzer, passages, manifest)
+        progress.update("ready", 1.0)
+        return retriever
+
+    @property
+    def size(self) -> int:
+        """Number of passages."""
+        return len(self._passages)
+
+    def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
+        """Return the passages that share a term with each query, best first, at most k; see the protocol."""
+        if not queries:
+            return []
+        k = min(k, self.size)
+        with self._lock:
+            ids = [self._term_ids(query) for query in queries]
+            rows = np.empty((len(ids), k), np.int32)
+            scores = np.empty((len(ids), k), np.float32)
+            counts = np.empty(len(ids), np.int64)
+            pointers = np.cumsum([0, *map(len, ids)], dtype=np.int64)
+            terms = np.fromiter((term for query_ids in ids for term in query_ids), np.int64, int(pointers[-1]))
+            self._kernel.search_batch(
+                terms, pointers, self._values, self._postings, self._indptr, self._totals, self._touched,
+                rows, scores, counts,
+            )  # fmt: skip
+        return [
+            [Hit(self._passages[row], score) for row, score in zip(row_list[:n], score_list[:n], strict=True)]
+            for row_list, score_list, n in zip(rows.tolist(), scores.tolist(), counts.tolist(), strict=True)
+        ]
+
+    def _term_ids(self, query: str) -> list[int]:
+        vocabulary = self._vocabulary
+        known = [vocabulary[term] for term in self._analyzer.terms(query) if term in vocabulary]
+        return known[-MAX_QUERY_TERMS:]
+
+    def info(self) -> dict[str, Any]:
+        """Return the manifest and, again at the top, the identity of the corpus."""
+        manifest = self._manifest.model_dump(mode="json")
+        return {"corpus": manifest["corpus"], "manifest": manifest}
+
+    def close(self) -> None:
+        """Unmap the corpus."""
+        self._passages.close()
+
+
+def _load_array(path: Path) -> npt.NDArray[Any]:
+    try:
+        array: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise IndexFolderError(f"{path} cannot be read as an array ({error}); rebuild the index") from None
+    return array
+
+
+def _check_arrays(
+    folder: Path,
+    manifest: Manifest,
+    values: npt.NDArray[Any],
+    postings: npt.NDArray[Any],
+    indptr: npt.NDArray[Any],
+    starts: npt.NDArray[Any],
+    vocabulary: dict[str, int],
+) -> None:
+    """Refuse arrays that do not fit each other: the compiled kernel trusts them and would read outside of them."""
+    n_passages = manifest.corpus.passages
+    facts = [
+        ("dtype of the values", str(values.dtype), "float32"),
+        ("dtype of the postings", str(postings.dtype), "int32"),
+        ("passages", len(starts), n_passages),
+        ("postings", len(postings), len(values)),
+        ("terms", len(indptr) - 1, len(vocabulary)),
+        ("end of the last term", int(indptr[-1]) if len(indptr) else 0, len(values)),
+        ("start of the first term", int(indptr[0]) if len(indptr) else 0, 0),
+        ("terms that end before they start", int((np.diff(indptr) < 0).sum()), 0),
+        ("postings outside of the corpus", int(((postings < 0) | (postings >= n_passages)).sum()), 0),
+        ("term ids outside of the table", sum(not 0 <= i < len(indptr) - 1 for i in vocabulary.values()), 0),
+    ]
+    for what, found, expected in facts:
+        if found != expected:
+            raise IndexFolderError(f"{folder} is inconsistent: {what} {found}, expected {expected}; rebuild the index")
+
+
+def _matching_analyzer(folder: Path, manifest: Manifest) -> Analyzer:
+    parameters = manifest.parameters
+    try:
+        analyzer = Analyzer(parameters["stopwords"], parameters["stemmer"])
+        expected = parameters["analyzer_fingerprint"]
+    except KeyError as error:
+        raise IndexFolderError(f"{folder}: the manifest's parameters have no {error}; rebuild the index") from None
+    found = analyzer.fingerprint()
+    if found != expected:
+        raise IndexFolderError(
+            f"{folder} was built with an analyzer that behaves differently: fingerprint {expected} (PyStemmer "
+            f"{manifest.versions.get('PyStemmer')}), here {found} (PyStemmer {stemmer_version()}); rebuild the index"
+        )
+    return analyzer

@@ -1,0 +1,132 @@
+"""Searches queries of many requests together: one search at a time, everything that waits goes into the next.
+
+No artificial delay: while one batch is searched the next one gathers, so batches grow with the load and a lone query
+is searched at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from retrieval_server.cache import Key, ResultCache
+from retrieval_server.errors import QueueFullError
+from retrieval_server.metrics import ServerMetrics
+from retrieval_server.settings import Settings
+from retrieval_server.types import Hit
+
+logger = logging.getLogger(__name__)
+
+Search = Callable[[Sequence[str], int], list[list[Hit]]]
+Hits = tuple[Hit, ...]
+
+
+class SearchFailedError(Exception):
+    """The backend failed on the batch that a query was in. The message names the cause."""
+
+
+class MicroBatcher:
+    """Cache, in-flight sharing and a bounded queue in front of one search function.
+
+    Lives in one event loop; the search runs in a thread of its own, one call at a time.
+    """
+
+    def __init__(self, search: Search, settings: Settings, metrics: ServerMetrics) -> None:
+        self._search = search
+        self._settings = settings
+        self._metrics = metrics
+        self._cache = ResultCache(settings.cache_units)
+        self._in_flight: dict[Key, asyncio.Future[Hits]] = {}
+        self._queue: deque[Key] = deque()
+        self._wake = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="search")
+        self._worker = asyncio.create_task(self._work())
+
+    async def search(self, queries: Sequence[str], k: int) -> list[Hits]:
+        """Return the hits of each query, in order.
+
+        Raises QueueFullError, before anything is queued, when the queue has no room for the new ones among them, and
+        SearchFailedError when the backend failed on one of them.
+        """
+        found: dict[Key, Hits] = {}
+        waiting: dict[Key, asyncio.Future[Hits]] = {}
+        new: dict[Key, None] = {}
+        for query in queries:
+            key = (query, k)
+            if (hits := self._cache.get(key)) is not None:
+                found[key] = hits
+            elif (future := self._in_flight.get(key)) is not None:
+                waiting[key] = future
+            else:
+                new[key] = None
+        if len(self._queue) + len(new) > self._settings.max_queue:
+            raise QueueFullError(f"{len(self._queue)} queries are waiting, the limit is {self._settings.max_queue}")
+        self._metrics.queries.inc(len(queries))
+        self._metrics.cache_hits.inc(len(found))
+        self._metrics.shared.inc(len(waiting))
+        for key in new:
+            waiting[key] = self._enqueue(key)
+        if waiting:
+            # Not gather: a caller that is cancelled must not cancel what other callers wait for too.
+            await asyncio.wait(waiting.values())
+            found.update((key, future.result()) for key, future in waiting.items())
+        return [found[query, k] for query in queries]
+
+    def _enqueue(self, key: Key) -> asyncio.Future[Hits]:
+        future: asyncio.Future[Hits] = asyncio.get_running_loop().create_future()
+        self._in_flight[key] = future
+        self._queue.append(key)
+        self._metrics.queue.set(len(self._queue))
+        self._wake.set()
+        return future
+
+    async def _work(self) -> None:
+        while True:
+            await self._wake.wait()
+            while self._queue:
+                await self._run(self._next_batch())
+            self._wake.clear()
+
+    def _next_batch(self) -> list[Key]:
+        """Take what waits, in order of arrival, up to the batch limit or the first query with another k."""
+        k = self._queue[0][1]
+        batch: list[Key] = []
+        while self._queue and len(batch) < self._settings.max_batch and self._queue[0][1] == k:
+            batch.append(self._queue.popleft())
+        self._metrics.queue.set(len(self._queue))
+        return batch
+
+    async def _run(self, batch: list[Key]) -> None:
+        """Search one batch and answer everybody who waits for it. A failure is theirs alone."""
+        started = time.perf_counter()
+        queries, k = [query for query, _ in batch], batch[0][1]
+        try:
+            results = await asyncio.get_running_loop().run_in_executor(self._thread, self._search, queries, k)
+            if len(results) != len(batch):
+                raise RuntimeError(f"{len(results)} results for {len(batch)} queries")
+        except Exception as error:
+            logger.exception("search of %d queries failed", len(batch))
+            self._metrics.failed_batches.inc()
+            failure = SearchFailedError(f"{type(error).__name__}: {error}")
+            for key in batch:
+                future = self._in_flight.pop(key)
+                future.set_exception(failure)
+                future.exception()  # read once here: with its client gone nobody else may ever look
+            return
+        for key, hits in zip(batch, map(tuple, results), strict=True):
+            self._cache.put(key, hits)
+            self._in_flight.pop(key).set_result(hits)
+        self._metrics.cache_weight.set(self._cache.weight)
+        self._metrics.batch_size.observe(len(batch))
+        self._metrics.search_seconds.observe(time.perf_counter() - started)
+
+    async def stop(self) -> None:
+        """Finish what was accepted, then end the thread."""
+        if self._in_flight:
+            await asyncio.wait(list(self._in_flight.values()))
+        self._worker.cancel()
+        self._thread.shutdown(wait=True)

@@ -1,0 +1,27 @@
+"""Errors a user of the service can cause or meet. Each message is one line: the thing, its value, the remedy."""
+
+from __future__ import annotations
+
+
+class RetrievalServerError(Exception):
+    """Base of the errors that the entry points print without a traceback before they exit with 2."""
+
+
+class SettingsError(RetrievalServerError):
+    """A flag or setting is unknown, impossible or contradicts another."""
+
+
+class CorpusError(RetrievalServerError):
+    """The corpus file is missing, malformed (file and line are named) or not the one the index was built from."""
+
+
+class IndexFolderError(RetrievalServerError):
+    """The index folder is missing, incomplete, damaged, or was built by something this version does not read."""
+
+
+class NotReadyError(RetrievalServerError):
+    """The index is still being loaded, or could not be loaded."""
+
+
+class QueueFullError(RetrievalServerError):
+    """More queries are waiting than the server accepts; the client should come back later."""

@@ -1,0 +1,84 @@
+"""The ``/retrieve`` wire format: bytes to a checked request, hits to bytes.
+
+Answers are joined from documents that were encoded once; no response model is walked. Formatting happens here and
+nowhere else, so nothing but the bytes depends on ``return_scores``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from retrieval_server.settings import Settings
+from retrieval_server.types import Hit
+
+_MAX_ERRORS_SHOWN = 5
+
+
+class RetrieveRequest(BaseModel):
+    """The published request. Unknown fields are ignored, as published clients expect."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    queries: list[str]
+    topk: int | None = None
+    """Documents per query; null and 0 mean the server's default."""
+    return_scores: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A request that passed every check."""
+
+    queries: list[str]
+    topk: int
+    return_scores: bool
+
+
+class RequestError(Exception):
+    """A request that is answered with an error. ``detail`` becomes the body's ``detail``."""
+
+    def __init__(self, status: int, detail: Any, headers: dict[str, str] | None = None) -> None:
+        super().__init__(status, detail)
+        self.status = status
+        self.detail = detail
+        self.headers = headers
+
+
+def parse_request(body: bytes, settings: Settings) -> Wanted:
+    """Check a request body; raises RequestError with 422 (malformed, topk out of range) or 413 (too much at once)."""
+    try:
+        request = RetrieveRequest.model_validate_json(body)
+    except ValidationError as error:
+        errors = error.errors(include_url=False, include_context=False, include_input=False)
+        shown: list[Any] = [{**entry, "loc": ["body", *entry["loc"]]} for entry in errors[:_MAX_ERRORS_SHOWN]]
+        if len(errors) > len(shown):
+            shown.append({"type": "more", "loc": ["body"], "msg": f"and {len(errors) - len(shown)} more errors"})
+        raise RequestError(422, shown) from None
+    topk = request.topk or settings.topk
+    if not 1 <= topk <= settings.max_topk:
+        message = f"topk is {topk}; it must be from 1 to {settings.max_topk} (null or 0: the default {settings.topk})"
+        raise RequestError(422, [{"type": "topk_range", "loc": ["body", "topk"], "msg": message}])
+    n_queries = len(request.queries)
+    if n_queries > settings.max_queries:
+        raise RequestError(413, f"{n_queries} queries in one request; the limit is {settings.max_queries}: split it")
+    if n_queries * topk > settings.max_documents:
+        raise RequestError(
+            413, f"{n_queries} queries times topk {topk} is above {settings.max_documents} documents: split the request"
+        )
+    return Wanted(request.queries, topk, request.return_scores)
+
+
+def encode_response(results: Sequence[Sequence[Hit]], return_scores: bool) -> bytes:
+    """Return the published answer: per query its documents, each with its score if asked for."""
+    if return_scores:
+        lists = (
+            b",".join(b'{"document":%b,"score":%b}' % (h.document.encoded, repr(h.score).encode()) for h in hits)
+            for hits in results
+        )
+    else:
+        lists = (b",".join(h.document.encoded for h in hits) for hits in results)
+    return b'{"result":[%b]}' % b",".join(b"[%b]" % encoded for encoded in lists)
