@@ -41,6 +41,14 @@ def config_folder() -> Path:
     return checkout if (checkout / "ppo_trainer.yaml").is_file() else package / "configs"
 
 
+def shipped(path: str) -> str:
+    """Return the absolute path of a file or folder that comes with the code (``${shipped:assets/tiny}``)."""
+    return str(Path(__file__).resolve().parents[2] / path)
+
+
+OmegaConf.register_new_resolver("shipped", shipped, replace=True)
+
+
 def load_config(
     config_name: str = "ppo_trainer",
     overrides: Sequence[str] = (),
