@@ -71,11 +71,15 @@ def open_run(base: Path, resume: str, config: Mapping[str, Any], keep: int) -> R
     path, restored = _choose(base, resume, keep)
     path.mkdir(parents=True, exist_ok=True)
     lock = _lock(path)
-    if restored is not None:
-        _check_frozen(path, restored, config)
-    _cut_back(path, restored.step if restored is not None else None, keep)
-    write_atomically(path / "config.json", json.dumps(dict(config), indent=1, sort_keys=True))
-    return RunFolder(path, _identity(path), restored, lock)
+    try:
+        if restored is not None:
+            _check_frozen(path, restored, config)
+        _cut_back(path, restored.step if restored is not None else None, keep)
+        write_atomically(path / "config.json", json.dumps(dict(config), indent=1, sort_keys=True))
+        return RunFolder(path, _identity(path), restored, lock)
+    except BaseException:
+        lock.close()
+        raise
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
