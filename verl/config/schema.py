@@ -325,8 +325,10 @@ class JobConfig(Section):
 
     build_world: bool = False
     """Build the synthetic world and its conversations first."""
-    world_seed: int = Field(1, ge=0)
-    """Seed of the world."""
+    world_seed: int = Field(0, ge=0)
+    """Seed of the world; the shipped model was measured on that of 0."""
+    prepare_model: Literal["smollm2"] | None = None
+    """Convert this packaged model into ``actor_rollout_ref.model.path`` first."""
     serve_retrieval: bool = False
     """Start the retrieval service, wait for it and stop it at the end."""
     index_path: str | None = None

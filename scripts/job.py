@@ -1,0 +1,309 @@
+"""The whole job around the trainer: world, index, retrieval service, training or evaluation, end of the service.
+
+``train_ppo.sh`` and ``eval.sh`` set up the environment and run this with their arguments:
+
+    python scripts/job.py train [--check] [--config-name NAME] key.path=value ...
+    python scripts/job.py eval model.path=FOLDER key.path=value ...
+
+The last line printed is the path of the run's ``summary.json``. Exit status: 0, or 2 for a mistake of the user, else
+that of the trainer. The service is stopped whatever happens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from job_service import RetrievalService, child, choose_url
+
+from verl.config import RunConfig, load_config
+from verl.errors import ChatR1Error, DataError, ResourceError
+
+ROOT = Path(__file__).resolve().parents[1]
+DEFAULT_RECIPE = "tiny_ppo"
+PROGRAMS = {"train": "verl.trainer.main_ppo", "eval": "verl.trainer.main_eval"}
+
+
+@dataclass
+class Request:
+    """What the command line asks for."""
+
+    command: str
+    recipe: str = DEFAULT_RECIPE
+    check: bool = False
+    overrides: list[str] = field(default_factory=list)
+
+    def sets(self, key: str) -> bool:
+        """True when the command line gives ``key`` a value."""
+        return any(text.lstrip("+").partition("=")[0] == key for text in self.overrides)
+
+
+def parse(arguments: Sequence[str]) -> Request:
+    """Read the command line; raises SystemExit with the usage for what it does not know."""
+    if not arguments or arguments[0] not in PROGRAMS or {"-h", "--help"} & set(arguments):
+        raise SystemExit(__doc__)
+    request, rest = Request(arguments[0]), list(arguments[1:])
+    while rest:
+        word = rest.pop(0)
+        if word == "--check":
+            request.check = True
+        elif word == "--config-name" and rest:
+            request.recipe = rest.pop(0)
+        elif word.startswith("--config-name="):
+            request.recipe = word.partition("=")[2]
+        elif word.startswith("-"):
+            raise SystemExit(f"unknown option {word}\n{__doc__}")
+        else:
+            request.overrides.append(word)
+    if request.command == "eval":
+        _as_evaluation(request)
+    return request
+
+
+def _as_evaluation(request: Request) -> None:
+    """``model.path`` is short for the policy's path; an evaluation is a run of its own beside the training runs."""
+    request.overrides = [
+        f"actor_rollout_ref.{text.lstrip('+')}" if text.lstrip("+").startswith("model.path=") else text
+        for text in request.overrides
+    ]
+    defaults = {
+        "trainer.val_only": "true",
+        "trainer.resume": "never",
+        "trainer.default_local_dir": "runs/eval",
+        "trainer.experiment_name": "eval",
+        "save_val": "true",
+        "job.evaluate_bounds": "false",
+    }
+    request.overrides += [f"{key}={value}" for key, value in defaults.items() if not request.sets(key)]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Phases
+
+
+class Phases:
+    """Wall seconds of what happens around the trainer, said as it happens."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        started = os.environ.get("CHATR1_STARTED")
+        self.begin = float(started) if started else time.time()
+        if started:
+            self.seconds["setup"] = round(time.time() - self.begin, 1)
+
+    @contextmanager
+    def phase(self, name: str, message: str) -> Iterator[None]:
+        """Time a phase."""
+        say(message)
+        start = time.time()
+        try:
+            yield
+        finally:
+            self.seconds[name] = round(time.time() - start, 1)
+
+
+def say(message: str) -> None:
+    """Tell the user what happens now."""
+    print(f"chatr1: {message}", flush=True)
+
+
+def check_files(config: RunConfig) -> None:
+    """Refuse missing files by key and path before anything is built; raises DataError."""
+    wanted = [("data.val_files", path) for path in config.data.val_files]
+    if not config.trainer.val_only:
+        wanted += [("data.train_files", path) for path in config.data.train_files]
+    if config.job.serve_retrieval and config.job.corpus_path is not None:
+        wanted.append(("job.corpus_path", config.job.corpus_path))
+    missing = [f"{key}: there is no file {path}" for key, path in wanted if not Path(path).exists()]
+    if missing:
+        raise DataError("\n".join([*missing, "set these keys to existing files: KEY=PATH on the command line"]))
+
+
+def build_world(config: RunConfig) -> None:
+    """Write the world into the folder of ``job.corpus_path``; files with the same bytes are left alone."""
+    assert config.job.corpus_path is not None
+    folder = Path(config.job.corpus_path).parent
+    scratch = folder.with_name(f"{folder.name}.tmp{os.getpid()}")
+    try:
+        _run([str(ROOT / "scripts" / "build_world.py"), "--out", str(scratch), "--seed", str(config.job.world_seed)])
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in sorted(scratch.iterdir()):
+            target = folder / file.name
+            if not target.exists() or target.read_bytes() != file.read_bytes():
+                file.replace(target)
+    finally:
+        if scratch.exists():
+            for file in scratch.iterdir():
+                file.unlink()
+            scratch.rmdir()
+
+
+def index_folder(config: RunConfig) -> Path:
+    """Return where the index lies: ``job.index_path``, or a folder of the cache named by the passages."""
+    if config.job.index_path is not None:
+        return Path(config.job.index_path)
+    assert config.job.corpus_path is not None
+    corpus = Path(config.job.corpus_path).resolve()
+    return Path(config.job.cache_dir) / "indexes" / f"{corpus.parent.name}-{corpus.stem}"
+
+
+def build_index(config: RunConfig) -> None:
+    """Build the index unless the very same one exists (the builder compares its manifest)."""
+    folder = index_folder(config)
+    if not folder.exists() or config.job.index_path is None or config.job.build_world:
+        command = ["-m", "retrieval_server.build_index", "--retrieval_method", "bm25"]
+        _run([*command, "--corpus_path", str(config.job.corpus_path), "--save_dir", str(folder)])
+
+
+def prepare_model(config: RunConfig) -> None:
+    """Convert the packaged model that the recipe names; returns at once when that was done."""
+    script = ROOT / "scripts" / f"prepare_{config.job.prepare_model}.py"
+    _run([str(script), "--output", config.actor_rollout_ref.model.path])
+
+
+def _run(arguments: Sequence[str]) -> None:
+    """Run a helper program of the repository quietly; raises ResourceError with what it said when it fails."""
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment(), check=False)
+    if done.returncode != 0:
+        said = (done.stderr.strip() or done.stdout.strip()).splitlines()[-15:]
+        raise ResourceError(f"{' '.join(arguments[:2])} failed with status {done.returncode}:\n" + "\n".join(said))
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of child processes: this checkout first on the path, unbuffered output."""
+    path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
+    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The trainer
+
+
+def run_trainer(request: Request, service: RetrievalService | None) -> tuple[int, str]:
+    """Run the trainer to its end; SIGTERM and SIGINT are passed on, so that it can save.
+
+    Returns its status and what it wrote on standard output; progress goes to standard error, which it shares with us.
+    """
+    command = [sys.executable, "-m", PROGRAMS[request.command], "--config-name", request.recipe, *request.overrides]
+    # Its own process group: Ctrl-C reaches it once, through us, and its workers not at all.
+    trainer = child(command, env=environment(), stdout=subprocess.PIPE, start_new_session=True)
+    asked: list[int] = []
+
+    def forward(number: int, _: object) -> None:
+        asked.append(number)
+        if trainer.poll() is None:
+            # A second request means it: the trainer's first answer is to save and end.
+            trainer.send_signal(signal.SIGTERM if len(asked) == 1 else signal.SIGKILL)
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        while True:
+            try:
+                written, _ = trainer.communicate(timeout=2.0)
+                return trainer.returncode, written.decode("utf-8", "replace")
+            except subprocess.TimeoutExpired:
+                pass
+            if service is not None and (reason := service.death()) is not None and not asked:
+                say(f"the retrieval service ended during the run: {reason}")
+                say("stopping the trainer; start the same command again to go on from the last checkpoint")
+                forward(signal.SIGTERM, None)
+    finally:
+        if trainer.poll() is None:
+            trainer.terminate()
+            trainer.wait()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def finish(summary: Path, phases: Phases) -> None:
+    """Add the seconds around the trainer to the summary and print times and the path, the path last."""
+    record = json.loads(summary.read_text(encoding="utf-8"))
+    around = {name: seconds for name, seconds in phases.seconds.items() if name != "trainer"}
+    record["wall_seconds"] = around | record["wall_seconds"]
+    record["job_wall_seconds"] = round(time.time() - phases.begin, 1)
+    scratch = summary.with_suffix(".tmp")
+    scratch.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    scratch.replace(summary)
+    told = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in phases.seconds.items())
+    say(f"done in {record['job_wall_seconds'] / 60:.1f} min ({told}); {record['cpu_minutes']:.1f} CPU minutes")
+    print(summary, flush=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def job(request: Request) -> int:
+    """Run every phase; raises ChatR1Error for what the user can mend."""
+    config = load_config(request.recipe, request.overrides)
+    if request.check:
+        command = [sys.executable, "-m", PROGRAMS[request.command], "--check", "--config-name", request.recipe]
+        return subprocess.run([*command, *request.overrides], env=environment(), check=False).returncode
+    phases = Phases()
+    say(f"recipe {request.recipe}, runs under {config.trainer.default_local_dir}")
+    if config.job.build_world:
+        with phases.phase("world", f"building the world of seed {config.job.world_seed}"):
+            build_world(config)
+    check_files(config)
+    if config.job.prepare_model is not None:
+        with phases.phase("model", f"preparing the model in {config.actor_rollout_ref.model.path}"):
+            prepare_model(config)
+    service = None
+    try:
+        url = choose_url(config.task_config.retriever.url, explicit=request.sets("retriever.url"))
+        if config.job.serve_retrieval and url.is_local:
+            with phases.phase("index", f"index of {config.job.corpus_path} in {index_folder(config)}"):
+                build_index(config)
+            url.reserve()
+            service = RetrievalService(
+                url, index_folder(config), Path(str(config.job.corpus_path)), config.task_config.retriever.topk,
+                log=Path(config.job.cache_dir) / "logs" / f"retrieval-{url.port}.log", env=environment(),
+            )  # fmt: skip
+            with phases.phase("service", f"starting the retrieval service on port {url.port}"):
+                service.start(config.task_config.retriever.start_timeout_s)
+            if not request.sets("retriever.url"):
+                request.overrides.append(f"retriever.url={url.text}")
+        elif config.job.serve_retrieval:
+            say(f"using the retrieval service at {url.text}")
+        with phases.phase("trainer", f"running {PROGRAMS[request.command]}"):
+            status, written = run_trainer(request, service)
+    finally:
+        if service is not None:
+            service.stop()
+            say("the retrieval service has stopped")
+    if status != 0:
+        say(f"{PROGRAMS[request.command]} ended with status {status}; the same command goes on where it stopped")
+        return status if status > 0 else 128 - status
+    *lines, path = written.strip().splitlines() or [""]
+    summary = Path(path)
+    if summary.name != "summary.json" or not summary.is_file():
+        raise ChatR1Error(f"{PROGRAMS[request.command]} ended well but named no summary.json; it wrote: {written!r}")
+    if lines:
+        say("\n".join(lines))
+    finish(summary, phases)
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    request = parse(sys.argv[1:] if arguments is None else arguments)
+    # A signal before the trainer runs unwinds like Ctrl-C, so that the service is stopped.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        return job(request)
+    except ChatR1Error as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
