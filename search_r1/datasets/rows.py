@@ -34,6 +34,8 @@ class Row:
     gold_text: str | None = None
     """Text of the gold passage (the published ``doc``); None when unknown."""
     topic_shift: bool | None = None
+    kind: str | None = None
+    """Kind of question, where a dataset distinguishes any; evaluation is broken down by it."""
     data_source: str = DEFAULT_SOURCE
     corpus_sha256: str | None = None
     """Identity of the corpus that the row's passages come from, checked against the service at start."""

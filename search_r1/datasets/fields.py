@@ -1,0 +1,93 @@
+"""Checking one raw record: typed access whose errors name file and line, column, value and remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from verl.errors import DataError
+
+
+class Fields:
+    """A raw record with its place. ``Fields({"qid": 7}, "a.jsonl:3").text("qid")`` is an error naming ``a.jsonl:3``."""
+
+    def __init__(self, record: Mapping[str, Any], place: str) -> None:
+        self._record = record
+        self.place = place
+
+    def fail(self, name: str, rule: str) -> DataError:
+        """Return the error for a column that breaks a rule."""
+        value = repr(self._record[name])[:80] if name in self._record else "missing"
+        return DataError(f"{self.place}: {name}: {rule}; found {value}")
+
+    def raw(self, name: str) -> Any:
+        """Return the value, None when missing."""
+        return self._record.get(name)
+
+    def text(self, name: str) -> str:
+        """Return a non-blank string."""
+        value = self.raw(name)
+        if not isinstance(value, str) or not value.strip():
+            raise self.fail(name, "must be a non-empty string")
+        return value
+
+    def text_or_none(self, name: str) -> str | None:
+        """Return a string, None when missing, null or blank (no supervision rather than an empty one)."""
+        value = self.raw(name)
+        if value is None:
+            return None
+        if not isinstance(value, str):
+            raise self.fail(name, "must be a string or null")
+        return value if value.strip() else None
+
+    def identifier(self, name: str) -> str | None:
+        """Return a string or whole number as a string, None when missing."""
+        value = self.raw(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+            raise self.fail(name, "must be a string or a whole number")
+        return str(value)
+
+    def integer_or_none(self, name: str) -> int | None:
+        """Return a whole number, None when missing."""
+        value = self.raw(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise self.fail(name, "must be a whole number or null")
+        return value
+
+    def flag_or_none(self, name: str) -> bool | None:
+        """Return a boolean, None when missing."""
+        value = self.raw(name)
+        if value is not None and not isinstance(value, bool):
+            raise self.fail(name, "must be true, false or null")
+        return value
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        """Return a non-empty list of strings; a single string is a list of one."""
+        value = self.raw(name)
+        if isinstance(value, str):
+            value = [value]
+        if not isinstance(value, list) or not value or not all(isinstance(item, str) for item in value):
+            raise self.fail(name, "must be a non-empty list of strings")
+        return tuple(value)
+
+    def texts_or_none(self, name: str) -> tuple[str, ...] | None:
+        """Return a list of strings or whole numbers as strings, None when missing or empty."""
+        value = self.raw(name)
+        if value is None or value == []:
+            return None
+        if not isinstance(value, list) or not all(isinstance(v, str | int) and not isinstance(v, bool) for v in value):
+            raise self.fail(name, "must be a list of strings or null")
+        return tuple(str(item) for item in value)
+
+    def history(self, name: str) -> tuple[str, ...]:
+        """Return an alternating history: strings, question first, even length; missing is empty."""
+        value = self.raw(name)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.fail(name, "must be a list of strings: question, answer, question, answer ...")
+        if len(value) % 2:
+            raise self.fail(name, f"must end with an answer (even length), has {len(value)} entries")
+        return tuple(value)

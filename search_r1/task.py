@@ -1,0 +1,178 @@
+"""``SearchTask``: the task as the trainer sees it (``verl.types.Task``)."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from search_r1.codec import Codec
+from search_r1.config import EpisodeSettings, SearchConfig
+from search_r1.datasets.load import READERS, load_rows
+from search_r1.datasets.rows import Row
+from search_r1.episode import EpisodeTools, Search, run_episode
+from search_r1.evaluation import summarise
+from search_r1.pipelines import PIPELINES
+from search_r1.prompts import TEMPLATE_VERSIONS, PromptBuilder
+from search_r1.rewards.formulas import ANSWER_METRICS, answer_metric, describe, score
+from search_r1.rewards.text import best
+from search_r1.rewards.view import EpisodeView, shown_text
+from search_r1.search_client import SearchClient
+from verl.errors import ConfigError, DataError
+from verl.types import EpisodeContext, Generate, Prompt, Tokenizer, Trajectory
+
+logger = logging.getLogger(__name__)
+
+SPLITS: Mapping[str, tuple[str, str]] = {
+    "train": ("train_files", "train_data_num"),
+    "val": ("val_files", "val_data_num"),
+}
+"""Split -> keys under ``data``: its files, the size of its subset."""
+
+
+class SearchTask:
+    """Conversational question answering with search."""
+
+    def __init__(self, config: Any, tokenizer: Tokenizer, search: Search | None = None) -> None:
+        """``search`` replaces the client of the retrieval service (tests, offline use)."""
+        self._data = config.data
+        self._config: SearchConfig = config.task_config
+        self._codec = Codec(tokenizer)
+        self._settings = EpisodeSettings.from_config(config)
+        self._client = None if search is not None else SearchClient(self._config.retriever)
+        self._tools = EpisodeTools(self._codec, self._settings, self._client or _given(search))
+        self._prompts = PromptBuilder(
+            self._codec, self._data.template, self._data.history, self._settings.max_start_length
+        )
+
+    @classmethod
+    def config_schema(cls) -> type[SearchConfig]:
+        """Return the model of the task's own top-level keys."""
+        return SearchConfig
+
+    @classmethod
+    def from_config(cls, config: Any, tokenizer: Tokenizer) -> SearchTask:
+        """Build the task from the validated run config."""
+        return cls(config, tokenizer)
+
+    # -- prompts ------------------------------------------------------------------------------------------------
+
+    def prompts(self, split: str) -> list[Prompt]:
+        """Load ``train`` or ``val`` in file order.
+
+        A row that cannot be fitted is refused: left out of training and counted in the log; kept in validation with
+        an empty prompt, so that it is scored zero under its name and no row is lost. Raises DataError naming file and
+        line, ConfigError when template and columns do not go together.
+        """
+        if split not in SPLITS:
+            raise ConfigError(f"unknown split {split!r}; known: {', '.join(SPLITS)}")
+        files_key, limit_key = SPLITS[split]
+        rows = load_rows(_paths(self._data, files_key), self._data.prompt_key, getattr(self._data, limit_key))
+        for source in sorted({row.data_source for row in rows}):
+            logger.info("reward for %s rows: %s", split, describe(source, self._config.reward_model))
+        prompts, refusals, shortened = [], Counter[str](), 0
+        for row in rows:
+            fitted = self._prompts.build(row)
+            shortened += fitted.dropped_turns > 0 and fitted.refusal is None
+            if fitted.refusal is not None:
+                refusals[fitted.refusal.value] += 1
+                if split == "train":
+                    continue
+                row = replace(row, extra={**row.extra, "refused": fitted.refusal.value})
+            prompts.append(Prompt(row.qid, fitted.token_ids, row.to_json()))
+        self._report(split, len(rows), refusals, shortened)
+        return prompts
+
+    def _report(self, split: str, n_rows: int, refusals: Counter[str], shortened: int) -> None:
+        template = self._data.template
+        logger.info(
+            "%s: %d rows, template %s v%d, %d shortened",
+            split,
+            n_rows,
+            template,
+            TEMPLATE_VERSIONS[template],
+            shortened,
+        )
+        if refusals:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(refusals.items()))
+            advice = f"data.max_start_length={self._settings.max_start_length} may be too small"
+            if refusals.total() == n_rows:
+                raise DataError(f"{split}: every row was refused ({reasons}); {advice}")
+            logger.warning("%s: refused %d of %d rows (%s); %s", split, refusals.total(), n_rows, reasons, advice)
+
+    # -- episodes -----------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Wait for the retrieval service and check that it serves the corpus the data names, if it names one."""
+        if self._client is not None and self._config.do_search:
+            await self._client.start(self._declared_corpus())
+
+    async def close(self) -> None:
+        """Close the client's connections."""
+        if self._client is not None:
+            await self._client.close()
+
+    async def episode(self, prompt: Prompt, generate: Generate, context: EpisodeContext) -> Trajectory:
+        """Run one episode in ``context.mode`` and score it."""
+        trajectory = await run_episode(prompt, generate, context, self._tools, PIPELINES[context.mode])
+        return trajectory.with_reward(score(EpisodeView.of(trajectory, self._codec), self._config.reward_model))
+
+    def _declared_corpus(self) -> str | None:
+        """Return the corpus hash that the first rows of the data files name; raises DataError when they disagree."""
+        found: dict[str, Path] = {}
+        for files_key, _ in SPLITS.values():
+            for path in _paths(self._data, files_key):
+                if path.suffix not in READERS or not path.is_file():
+                    continue  # named by ``prompts``, which only loads the split it is asked for
+                _, row = next(READERS[path.suffix](path, self._data.prompt_key), ("", None))
+                if row is not None and row.corpus_sha256 is not None:
+                    found[row.corpus_sha256] = path
+        if len(found) > 1:
+            named = "; ".join(f"{path}: {sha[:16]}" for sha, path in found.items())
+            raise DataError(f"the data files name different corpora ({named}); one service serves one corpus")
+        return next(iter(found), None)
+
+    # -- scores -------------------------------------------------------------------------------------------------
+
+    def validation_reward(self, trajectory: Trajectory) -> float:
+        """Return the plain answer score, 0 for a failed episode."""
+        if trajectory.stop.failed:
+            return 0.0
+        row = Row.from_json(trajectory.row)
+        metric = answer_metric(row.data_source, self._config.reward_model)
+        return best(ANSWER_METRICS[metric], trajectory.prediction, row.answers)
+
+    def evaluate(self, trajectories: Sequence[Trajectory]) -> Mapping[str, float]:
+        """Return the figures of a finished split (``search_r1.evaluation.summarise``)."""
+        return summarise([(t, EpisodeView.of(t, self._codec)) for t in trajectories])
+
+    def validation_rows(self, trajectories: Sequence[Trajectory]) -> list[dict[str, Any]]:
+        """Return the published fields: the decoded text behind the prompt and the answer read from it."""
+        rows = []
+        for trajectory in trajectories:
+            view = EpisodeView.of(trajectory, self._codec)
+            row = view.row
+            golden = row.extra.get("golden_answers", row.answers)
+            rows.append(
+                {
+                    "data_source": row.data_source,
+                    "question": row.question,
+                    "golden_answers": list(golden),
+                    "predicted_answer": trajectory.prediction,
+                    "raw_predicted_answer": shown_text(view),
+                }
+            )
+        return rows
+
+
+def _paths(data: Any, key: str) -> list[Path]:
+    value = getattr(data, key)
+    return [Path(value)] if isinstance(value, str | Path) else [Path(item) for item in value]
+
+
+def _given(search: Search | None) -> Search:
+    assert search is not None
+    return search
