@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from verl.errors import CheckpointError
 from verl.timing import Stopwatch, format_duration
@@ -23,6 +23,8 @@ from verl.trainer.run_folder import write_records
 from verl.types import Prompt, Task, Trajectory
 
 logger = logging.getLogger(__name__)
+
+_BOUND_FIGURES = ("f1", "recall_at_3")
 
 
 class Generates(Protocol):
@@ -39,6 +41,19 @@ class Generates(Protocol):
         top_k: int,
         mode: str = ...,
     ) -> list[Trajectory]: ...
+
+
+@runtime_checkable
+class MeasuresBounds(Protocol):
+    """A task that can say how far its scores could go, and whether one evaluation is better than another."""
+
+    def pipelines(self) -> Mapping[str, str]:
+        """Return name -> ``EpisodeContext.mode`` of the fixed pipelines that are worth measuring."""
+        ...
+
+    def compare(self, before: Sequence[Trajectory], after: Sequence[Trajectory]) -> Mapping[str, Any]:
+        """Return the paired differences of the main figures with their intervals."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -71,7 +86,7 @@ class Evaluator:
     def run(self, step: int, mode: str = "policy") -> Evaluation:
         """Evaluate the current weights; ``mode`` other than ``policy`` is one of the task's fixed pipelines.
 
-        Results of a pipeline go to the split ``bounds`` and are not part of the published file.
+        Results of a pipeline go to a folder of their own and are not part of the published file.
         """
         trajectories = [t for batch in self._batches(step, mode) for t in batch]
         evaluation = Evaluation(
@@ -80,12 +95,42 @@ class Evaluator:
             score=math.fsum(self._task.validation_reward(t) for t in trajectories) / max(1, len(trajectories)),
             trajectories=tuple(trajectories),
         )
-        folder = self.folder / "eval" / ("val" if mode == "policy" else f"pipeline_{mode}")
-        write_records(folder / f"step_{step}.jsonl", [t.to_record() for t in trajectories])
-        write_atomically(folder / f"summary_step_{step}.json", json.dumps(dict(evaluation.figures), indent=1))
+        write_records(self._split_folder(mode) / f"step_{step}.jsonl", [t.to_record() for t in trajectories])
+        write_atomically(self._summary_path(mode, step), json.dumps(dict(evaluation.figures), indent=1))
         if self._config.save_val and mode == "policy":
             self._write_published(step, trajectories)
         return evaluation
+
+    def measure_bounds(self, step: int) -> None:
+        """Evaluate every fixed pipeline of the task with the current weights, unless that was done at this step."""
+        if not isinstance(self._task, MeasuresBounds):
+            logger.warning("job.evaluate_bounds: this task has no fixed pipelines")
+            return
+        for name, mode in self._task.pipelines().items():
+            if not self._summary_path(mode, step).exists():
+                figures = self.run(step, mode).figures
+                logger.info("%s: %s", name, ", ".join(f"{k} {figures[k]:.3f}" for k in _BOUND_FIGURES if k in figures))
+
+    def read_bounds(self, last_step: int) -> dict[str, Any] | None:
+        """Return ``<pipeline>_<figure>`` as measured with the initial weights; under ``final`` with the last ones."""
+        if not isinstance(self._task, MeasuresBounds):
+            return None
+        found: dict[int, dict[str, Any]] = {}
+        for step in (0, last_step):
+            found[step] = {}
+            for name, mode in self._task.pipelines().items():
+                path = self._summary_path(mode, step)
+                figures = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+                found[step] |= {f"{name}_{key}": figures[key] for key in _BOUND_FIGURES if key in figures}
+        if not found[0]:
+            return None
+        return found[0] | ({"final": found[last_step]} if last_step > 0 and found[last_step] else {})
+
+    def _summary_path(self, mode: str, step: int) -> Path:
+        return self._split_folder(mode) / f"summary_step_{step}.json"
+
+    def _split_folder(self, mode: str) -> Path:
+        return self.folder / "eval" / ("val" if mode == "policy" else f"pipeline_{mode}")
 
     def _batches(self, step: int, mode: str) -> Iterator[list[Trajectory]]:
         val = self._config.actor_rollout_ref.rollout.val_kwargs

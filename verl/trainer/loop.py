@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from verl.algorithms.advantages import estimate
+from verl.algorithms.kl import KlController
 from verl.data.prompts import PromptStream
 from verl.data.samples import Assembled, assemble
 from verl.errors import HealthError
@@ -44,22 +45,9 @@ class Models(Protocol):
     def load(self, folder: Path) -> None: ...
 
 
-class KlController(Protocol):
-    """Weight of the divergence in the reward (``verl.algorithms.kl``)."""
-
-    @property
-    def value(self) -> float: ...
-
-    def update(self, current: float, n: int) -> None: ...
-
-    def state(self) -> dict[str, Any]: ...
-
-    def restore(self, state: Mapping[str, Any]) -> None: ...
-
-
 @dataclass
 class Parts:
-    """What the loop is built from; see ``verl.trainer.build``."""
+    """What the loop is built from; see ``verl.trainer.session``."""
 
     config: Any
     folder: RunFolder
@@ -95,10 +83,12 @@ class TrainingLoop:
             if self.step == 0 and self.config.trainer.val_before_train:
                 evaluation = self._evaluate(0)
                 self.parts.tracker.log(0, evaluation.metrics() | self.watch.metrics())
+            self._measure_bounds(only_at=0)
             while self.step < self.parts.total_steps:
                 self._stop.raise_if_requested()
                 self.train_step(self.step + 1)
             self._stop.raise_if_requested()
+            self._measure_bounds(only_at=self.parts.total_steps)
 
     def train_step(self, step: int) -> None:
         """Make one step: the algorithm, phase by phase."""
@@ -113,7 +103,8 @@ class TrainingLoop:
                 samples, scoring = parts.models.score(batch.samples)
             add_sample_figures(samples, step - 1, figures)
             with watch.phase("advantage"):
-                samples, estimation = estimate(samples, self.config.algorithm, parts.kl.value)
+                coefficient = parts.kl.value if self.config.kl_in_reward else 0.0
+                samples, estimation = estimate(samples, self.config.algorithm, coefficient)
             add_advantage_figures(samples, figures)
             with watch.phase("update"):
                 training = parts.models.update(samples, train_policy=step > self.config.trainer.critic_warmup)
@@ -161,6 +152,8 @@ class TrainingLoop:
 
     def _control_kl(self, figures: StepMetrics, n: int) -> None:
         """Move the KL coefficient by this step's divergence; it applies from the next step on."""
+        if not self.config.kl_in_reward:
+            return
         figures.add("kl/coefficient", self.parts.kl.value)
         divergence = figures.result().get("kl/reference")
         if divergence is not None:
@@ -169,6 +162,12 @@ class TrainingLoop:
     def _evaluate(self, step: int) -> Evaluation:
         with self.watch.phase("evaluate"):
             return self.parts.evaluator.run(step)
+
+    def _measure_bounds(self, only_at: int) -> None:
+        """Run the task's fixed pipelines with the weights of this step: the same reader, another query."""
+        if self.config.job.evaluate_bounds and self.step == only_at:
+            with self.watch.phase("bounds"):
+                self.parts.evaluator.measure_bounds(self.step)
 
     def _evaluation_due(self, step: int) -> bool:
         frequency = self.config.trainer.test_freq
