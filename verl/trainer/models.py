@@ -110,11 +110,7 @@ def weights_folder(run_folder: Path, run_id: str, nodes: int, need_bytes: int) -
     The name depends on the run alone, so that what a killed session left there is found and replaced by the next one.
     """
     memory = Path("/dev/shm")
-    if (
-        nodes == 1
-        and memory.is_dir()
-        and os.access(memory, os.W_OK)
-        and shutil.disk_usage(memory).free > 2 * need_bytes
-    ):
+    usable = nodes == 1 and memory.is_dir() and os.access(memory, os.W_OK)
+    if usable and shutil.disk_usage(memory).free > 2 * need_bytes:
         return memory / f"chatr1-{run_id}"
     return run_folder / "weights"

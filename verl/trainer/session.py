@@ -45,9 +45,8 @@ def run_session(config: RunConfig, recipe: str) -> Path:
     base = Path(config.trainer.default_local_dir)
     check_free_space(base, _checkpoint_bytes(config))
     with watch.phase("startup"):
-        tokenizer = load_tokenizer(
-            config.actor_rollout_ref.model.path, config.actor_rollout_ref.model.trust_remote_code
-        )
+        model = config.actor_rollout_ref.model
+        tokenizer = load_tokenizer(model.path, model.trust_remote_code)
         task: Task = import_object(config.task, "task").from_config(config, tokenizer)
         train = [] if config.trainer.val_only else task.prompts("train")
         val = task.prompts("val")

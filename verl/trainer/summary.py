@@ -1,4 +1,4 @@
-"""``summary.json``: what a run was, what it cost and what it reached. It is written last; its existence means finished."""
+"""``summary.json``: what a run was, what it cost and what it reached. Written last; its existence means finished."""
 
 from __future__ import annotations
 
