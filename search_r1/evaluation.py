@@ -119,6 +119,25 @@ def paired_gain(before: Sequence[float], after: Sequence[float], seed: int = 0) 
     return Gain(float(differences.mean()), float(low), float(high))
 
 
+def compare(
+    before: Sequence[tuple[Trajectory, EpisodeView]], after: Sequence[tuple[Trajectory, EpisodeView]]
+) -> dict[str, Gain]:
+    """Return the paired gains of f1, em, rewrite_f1 and recall_at_3, each over the rows that have its supervision.
+
+    Raises ValueError when the two sides are not evaluations of the same rows in the same order.
+    """
+    if [t.trajectory_id for t, _ in before] != [t.trajectory_id for t, _ in after]:
+        raise ValueError("the two evaluations are not of the same rows in the same order")
+    old, new = ([score_episode(trajectory, view) for trajectory, view in side] for side in (before, after))
+    gains = {}
+    for name, field in (("f1", "f1"), ("em", "em"), ("rewrite_f1", "rewrite_f1"), ("recall_at_3", "hit")):
+        pairs = [(getattr(a, field), getattr(b, field)) for a, b in zip(old, new, strict=True)]
+        supervised = [(a, b) for a, b in pairs if a is not None and b is not None]
+        if supervised:
+            gains[name] = paired_gain([a for a, _ in supervised], [b for _, b in supervised])
+    return gains
+
+
 def mean(values: Sequence[float]) -> float:
     """Return the arithmetic mean of a non-empty sequence."""
     return float(np.mean(values))

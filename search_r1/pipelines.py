@@ -80,3 +80,12 @@ PIPELINES: Registry[Steps] = Registry(
     {"policy": policy_steps, "closed_book": closed_book, **{name: _searching(of) for name, of in QUERIES.items()}},
 )
 """``EpisodeContext.mode`` -> the loop that runs."""
+
+BOUNDS: Mapping[str, str] = {
+    "closed_book": "closed_book",
+    "gold_query": "gold",
+    "raw_question": "raw",
+    "questions_only": "questions",
+    "history_question": "history",
+}
+"""Name in a run's summary -> pipeline."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ from search_r1.config import EpisodeSettings, SearchConfig
 from search_r1.datasets.load import READERS, load_rows
 from search_r1.datasets.rows import Row
 from search_r1.episode import EpisodeTools, Search, run_episode
-from search_r1.evaluation import summarise
-from search_r1.pipelines import PIPELINES
+from search_r1.evaluation import compare, summarise
+from search_r1.pipelines import BOUNDS, PIPELINES
 from search_r1.prompts import TEMPLATE_VERSIONS, PromptBuilder
 from search_r1.rewards.formulas import ANSWER_METRICS, answer_metric, describe, score
 from search_r1.rewards.text import best
@@ -148,6 +148,15 @@ class SearchTask:
     def evaluate(self, trajectories: Sequence[Trajectory]) -> Mapping[str, float]:
         """Return the figures of a finished split (``search_r1.evaluation.summarise``)."""
         return summarise([(t, EpisodeView.of(t, self._codec)) for t in trajectories])
+
+    def pipelines(self) -> Mapping[str, str]:
+        """Return name -> episode mode of the fixed pipelines that bound or challenge the policy."""
+        return dict(BOUNDS)
+
+    def compare(self, before: Sequence[Trajectory], after: Sequence[Trajectory]) -> Mapping[str, Mapping[str, float]]:
+        """Return figure -> mean, low, high of the paired difference after - before (95 % bootstrap interval)."""
+        sides = ([(t, EpisodeView.of(t, self._codec)) for t in side] for side in (before, after))
+        return {name: asdict(gain) for name, gain in compare(*sides).items()}
 
     def validation_rows(self, trajectories: Sequence[Trajectory]) -> list[dict[str, Any]]:
         """Return the published fields: the decoded text behind the prompt and the answer read from it."""
