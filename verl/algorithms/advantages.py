@@ -58,9 +58,9 @@ class AdvantageOutput:
 def gae(data: AdvantageInput) -> AdvantageOutput:
     """Generalised advantage estimation (Schulman et al. 2016), gamma and lambda per model token.
 
-    delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam A_{t+1}, return_t = A_t + V_t, with V = A = 0 after the
-    last model token. Whitening uses mean and population variance over all model tokens of the step (eps 1e-8); returns
-    are those before whitening. Groups play no role: a group of one or equal rewards are nothing special.
+    delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam A_{t+1}, return_t = A_t + V_t, with V = A = 0 after
+    the last model token. Whitening uses mean and population variance over all model tokens of the step (eps 1e-8);
+    returns are those before whitening. Groups play no role: a group of one or equal rewards are nothing special.
     """
     if data.values is None:
         raise ValueError("gae needs values")
@@ -125,9 +125,9 @@ ADVANTAGES: Registry[Callable[[AdvantageInput], AdvantageOutput]] = Registry(
 def estimate(samples: Sequence[Sample], config: Any, kl_coef: float) -> tuple[list[Sample], dict[str, float]]:
     """Fill in ``advantages`` (and ``returns``) of all samples of a step; return them with the step's figures.
 
-    ``config`` is the section ``algorithm`` (adv_estimator, gamma, lam, whiten, kl_penalty). ``kl_coef`` above 0 subtracts
-    kl_coef * KL(old || reference) from the reward of every model token; the samples then need old and reference
-    log-probs. Pass 0 when the divergence is a loss term instead.
+    ``config`` is the section ``algorithm`` (adv_estimator, gamma, lam, whiten, kl_penalty). ``kl_coef`` above 0
+    subtracts kl_coef * KL(old || reference) from the reward of every model token; the samples then need old and
+    reference log-probs. Pass 0 when the divergence is a loss term instead.
     """
     rewards = [_model_tokens(sample, "rewards") for sample in samples]
     scores = [sample.score for sample in samples]

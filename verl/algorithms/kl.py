@@ -1,8 +1,8 @@
 """Estimators of the divergence between two policies from log-probs of sampled tokens, and its weight's controllers.
 
-The estimators are written with operators only, so they take floats, numpy arrays and tensors alike. With x = log p - log q
-at tokens sampled from p they estimate KL(p || q) per token: ``k1`` is unbiased and signed, ``k2`` is biased and smooth,
-``k3`` is unbiased, never negative (Schulman 2020, "Approximating KL divergence").
+The estimators take numpy arrays and tensors alike. Given log p and log q at tokens sampled from p they estimate
+KL(p || q) per token: ``k1`` is unbiased and signed, ``k2`` is biased and smooth, ``k3`` is unbiased and never negative
+(Schulman 2020, "Approximating KL divergence").
 """
 
 from __future__ import annotations

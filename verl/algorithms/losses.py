@@ -54,4 +54,4 @@ def sequence_weights(counts: Sequence[int], total_tokens: float, total_sequences
 AGGREGATIONS: Registry[Callable[[Sequence[int], float, float], Tensor]] = Registry(
     "loss aggregation", {"token": token_weights, "sequence": sequence_weights}
 )
-"""``loss_agg`` -> weights [M] that turn per-token terms into the micro-batch's share of the loss: sum(terms * weights)."""
+"""``loss_agg`` -> weights [M]; a micro-batch's share of the loss is sum(terms * weights)."""

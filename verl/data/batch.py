@@ -102,7 +102,7 @@ def pack_batch(
 ) -> MicroBatch:
     """Pack sequences in the given order; an empty list gives the dummy (two tokens, one scored, columns 0)."""
     if not sequences:
-        dummy = Scored((0, 0), (False, True), {name: (0.0, 0.0) for name in names})
+        dummy = Scored((0, 0), (False, True), dict.fromkeys(names, (0.0, 0.0)))
         return replace(pack_batch([dummy], names, total_tokens, total_sequences), dummy=True)
     tokens, positions, predictors, targets, lengths, counts = [], [], [], [], [], []
     columns: dict[str, list[np.ndarray]] = {name: [] for name in names}

@@ -8,6 +8,7 @@ plan, only where and when: losses are divided by counts of the whole mini-batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 Plan = tuple[tuple[tuple[int, ...], ...], ...]
 """[rank][micro-batch][sequence] index into the lengths the plan was made from."""
@@ -22,7 +23,7 @@ def split_evenly(count: int, size: int) -> list[range]:
         raise ValueError(f"mini-batch size must be positive, got {size}")
     parts = -(-count // size)
     bounds = [count * part // parts for part in range(parts + 1)] if parts else [0]
-    return [range(start, end) for start, end in zip(bounds, bounds[1:], strict=False)]
+    return [range(start, end) for start, end in pairwise(bounds)]
 
 
 def balance(lengths: Sequence[int], n_ranks: int) -> list[list[int]]:

@@ -121,7 +121,8 @@ def _encode(segments: list[TextSegment], where: str, encoded: Mapping[str, list[
     if len(ids) > form.max_length:
         if form.truncation == "error":
             raise DataError(
-                f"{where}: {len(ids)} tokens, more than data.max_length={form.max_length}; raise it or set data.truncation"
+                f"{where}: {len(ids)} tokens, more than data.max_length={form.max_length}; "
+                "raise it or set data.truncation"
             )
         kept = slice(-form.max_length, None) if form.truncation == "left" else slice(form.max_length)
         ids, weights = ids[kept], weights[kept]

@@ -2,8 +2,8 @@
 
 python -m verl.trainer.main_sft data.train_files=FILE model.partial_pretrain=FOLDER trainer.default_local_dir=OUT
 
-Rows and keys: ``configs/sft_trainer.yaml``. Under ``torchrun --nproc-per-node N`` the same command trains on N ranks. The
-last line printed is the path of the exported model. ``--check`` shows the resolved configuration and stops.
+Rows and keys: ``configs/sft_trainer.yaml``. Under ``torchrun --nproc-per-node N`` the same command trains on N ranks.
+The last line printed is the path of the exported model. ``--check`` shows the resolved configuration and stops.
 """
 
 from __future__ import annotations

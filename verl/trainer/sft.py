@@ -1,7 +1,7 @@
 """Supervised training: batches of rows, weighted negative log-likelihood, one update per step.
 
-Simplified on purpose: no LoRA, one learning-rate schedule, the same packed engine as reinforcement learning. The loss of
-a step is the sum over trained tokens of weight * -log p, divided by the sum of weights of the step over all ranks.
+Simplified on purpose: no LoRA, one learning-rate schedule, the same packed engine as reinforcement learning. The loss
+of a step is the sum over trained tokens of weight * -log p, divided by the sum of weights of the step over all ranks.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class SftResult:
 
 
 class SftTrainer:
-    """One supervised run of this process's rank. ``run`` does all of it."""
+    """One supervised run, seen from this process's rank. ``run`` does all of it."""
 
     def __init__(self, config: SftConfig, device: Device) -> None:
         self.config = config
@@ -64,7 +64,6 @@ class SftTrainer:
             config.trainer.total_training_steps or self.stream.batches_per_epoch * config.trainer.total_epochs
         )
         self.engine = Engine(self._spec(), device)
-        self.step = 0
         if config.trainer.resume_path is not None:
             self._load(Path(config.trainer.resume_path))
         logger.info("%d training rows, %d held-out rows, %d steps", len(rows), len(self.val_rows), self.total_steps)
@@ -93,11 +92,16 @@ class SftTrainer:
             ),
         )
 
+    @property
+    def step(self) -> int:
+        """Updates made so far."""
+        return self.engine.update
+
     # -- one step ----------------------------------------------------------------------------------------------------
 
     def train_step(self, rows: Sequence[Scored]) -> dict[str, float]:
         """Make one update on ``rows`` and return its figures (the same on every rank)."""
-        self.step += 1
+        self.engine.update += 1
         cpu = time.process_time()
         total_weight = sum(sum(row.columns["weights"]) for row in rows)
         self.engine.train_mode()
@@ -109,7 +113,7 @@ class SftTrainer:
             loss = -(logprobs * batch.columns["weights"]).sum() / total_weight
             self.engine.backward(loss, last=number == len(micros) - 1)
             loss_sum += float(loss.detach())
-        figures = self.engine.step(self.step)
+        figures = self.engine.step()
         loss_sum, cpu = devices.sum_over_ranks(self.device, [loss_sum, time.process_time() - cpu])
         return {
             "sft/loss": loss_sum,
@@ -232,7 +236,6 @@ class SftTrainer:
         state = json.loads(file.read_text(encoding="utf-8"))
         self.engine.load(folder / "trainer")
         self.stream.restore(state["stream"])
-        self.step = int(state["step"])
 
 
 _SHOWN = ("sft/loss", "sft/val_loss", "sft/lr", "sft/grad_norm", "timing_s/step", "progress/remaining")

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from verl.errors import ConfigError, ResourceError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -140,11 +139,11 @@ def barrier(device: Device) -> None:
         dist.barrier()
 
 
-def peak_memory_gib(device: Device) -> float:
-    """Return the highest memory use so far in GiB: of the accelerator, or of the process on a CPU."""
+def peak_memory_bytes(device: Device) -> int:
+    """Return the highest memory use so far: of the accelerator, or of the process on a CPU."""
     if device.is_accelerator:
-        return float(torch.get_device_module(device.torch_device).max_memory_allocated(device.torch_device)) / GIB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+        return int(torch.get_device_module(device.torch_device).max_memory_allocated(device.torch_device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def empty_cache(device: Device) -> None:

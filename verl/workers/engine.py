@@ -58,6 +58,7 @@ class Engine:
         self.spec = spec
         self.device = device
         self.update = 0
+        """Trainer steps made so far: the schedule's position, part of the checkpoint."""
         self._dtype = devices.dtype_of(spec.dtype)
         model = load_causal_lm(
             spec.model_path, attention=PACKED, trust_remote_code=spec.trust_remote_code, seed=spec.seed
@@ -121,8 +122,8 @@ class Engine:
         """Prepare for forward passes that will be followed by ``backward``."""
         self.module.train()
 
-    def step(self, update: int) -> dict[str, float]:
-        """Clip, update with the schedule's rate for update k (from 1) and drop the gradients.
+    def step(self) -> dict[str, float]:
+        """Clip, update with the schedule's rate for ``self.update`` (from 1) and drop the gradients.
 
         Returns ``grad_norm`` (before clipping) and ``lr``. A gradient that is not finite raises HealthError before any
         weight is touched.
@@ -131,8 +132,8 @@ class Engine:
         norm = self._clip()
         if not norm < float("inf"):
             self.optimizers.zero_grad()
-            raise HealthError(f"gradient norm is {norm} at update {update}: lower the learning rate or grad_clip")
-        factor = self.optimizers.set_update(update)
+            raise HealthError(f"gradient norm is {norm} at update {self.update}: lower the learning rate or grad_clip")
+        factor = self.optimizers.set_update(self.update)
         self.optimizers.step()
         return {"grad_norm": norm, "lr": self.optimizers.spec.lr * factor}
 
@@ -206,7 +207,8 @@ class Engine:
         """Write model, optimiser and random state as a distributed checkpoint into an empty folder."""
         folder = Path(directory)
         model_state, optimizer_state = get_state_dict(self.module, self._optimizer_parts())
-        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder, no_dist=self._alone)
+        state = {"model": model_state, "optimizer": optimizer_state, "update": torch.tensor(self.update)}
+        dcp.save(state, checkpoint_id=folder, no_dist=self._alone)
         torch.save(devices.rng_state(self.device), folder / f"rng_{self.device.rank}.pt")
         devices.barrier(self.device)
 
@@ -216,7 +218,7 @@ class Engine:
         if not (folder / ".metadata").is_file():
             raise CheckpointError(f"{folder} holds no trainer state (.metadata is missing)")
         model_state, optimizer_state = get_state_dict(self.module, self._optimizer_parts())
-        state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
+        state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state, "update": torch.tensor(0)}
         try:
             dcp.load(state, checkpoint_id=folder, no_dist=self._alone)
         except (RuntimeError, ValueError, KeyError, OSError) as error:
@@ -228,6 +230,7 @@ class Engine:
             optim_state_dict=state["optimizer"],
             options=StateDictOptions(strict=True),
         )
+        self.update = int(state["update"])
         rng = folder / f"rng_{self.device.rank}.pt"
         if rng.is_file():
             devices.restore_rng(self.device, torch.load(rng, weights_only=True))

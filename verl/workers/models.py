@@ -30,7 +30,9 @@ def has_weights(folder: Path) -> bool:
         return True
     others = sorted(path.name for path in folder.iterdir() if path.suffix in _WEIGHT_SUFFIXES)
     if others:
-        raise ModelError(f"{folder} has weights as {others[0]} only; convert them to safetensors, nothing else is loaded")
+        raise ModelError(
+            f"{folder} has weights as {others[0]} only; convert them to safetensors, nothing else is loaded"
+        )
     return False
 
 
@@ -91,7 +93,7 @@ class PackedModel(nn.Module):
         self.value_head: nn.Linear | None = None
         if value_head:
             self.value_head = nn.Linear(_hidden_size(model), 1)
-            # Values start at exactly 0: the first advantages are then the returns themselves, not noise of a random head.
+            # Values start at exactly 0: the first advantages are the returns themselves, not noise of a random head.
             nn.init.zeros_(self.value_head.weight)
             nn.init.zeros_(self.value_head.bias)
             self._drop_language_head()
@@ -108,7 +110,13 @@ class PackedModel(nn.Module):
         return self.model if self.value_head is not None else cast(nn.Module, self.model.base_model)
 
     def forward(
-        self, token_ids: Tensor, position_ids: Tensor, packing: Packing, predictors: Tensor, targets: Tensor, temperature: float
+        self,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        packing: Packing,
+        predictors: Tensor,
+        targets: Tensor,
+        temperature: float,
     ) -> tuple[Tensor, Tensor]:
         """Return (log-probs [M], entropies [M]), or (values [M], zeros [M]) with a value head."""
         output = self.body(
@@ -154,8 +162,8 @@ def check_packed_model(model: PreTrainedModel) -> None:
     worst = float((got - wanted).abs().max())
     if not worst < 1e-3:
         raise ModelError(
-            f"{type(model).__name__} cannot be trained with packed sequences: log-probs differ by {worst:.2g} from its own"
-            " forward pass"
+            f"{type(model).__name__} cannot be trained with packed sequences: log-probs differ by {worst:.2g} "
+            "from its own forward pass"
         )
 
 

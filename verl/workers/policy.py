@@ -1,0 +1,211 @@
+"""The policy worker: scores samples, updates the policy, hands out its weights. One process per rank of the group.
+
+Every method is called on all ranks with the same arguments, in the same order.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.algorithms.kl import ESTIMATORS, k1
+from verl.algorithms.losses import AGGREGATIONS, policy_terms
+from verl.data.batch import MicroBatch
+from verl.data.samples import ScoredRows
+from verl.types import Sample
+from verl.workers import device as devices
+from verl.workers.engine import Engine, EngineSpec
+from verl.workers.optim import OptimSpec
+from verl.workers.passes import Limit, UpdatePlan, score_rows, train_pass
+from verl.workers.weight_sync import WeightChannel, WeightManifest
+
+logger = logging.getLogger(__name__)
+
+FIGURES = ("loss", "total_loss", "clip_fraction", "update_kl", "update_entropy")
+"""What an update reports, in the order of the sums; ``reference_kl`` follows when the divergence is a loss term."""
+
+
+def optim_spec(section: Any, total_steps: int) -> OptimSpec:
+    """Read a config section ``optim``."""
+    return OptimSpec(
+        lr=section.lr,
+        total_steps=total_steps,
+        betas=tuple(section.betas),
+        weight_decay=section.weight_decay,
+        warmup_ratio=section.lr_warmup_steps_ratio,
+        schedule=section.warmup_style,
+        min_lr_ratio=section.min_lr_ratio if section.min_lr_ratio is not None else 0.0,
+    )
+
+
+class PolicyWorker:
+    """The policy and, when a KL term is used, the frozen model it started from.
+
+    ``setup`` must be called first; the constructor only keeps its arguments, so that building a worker is cheap.
+    """
+
+    def __init__(self, config: Any, total_steps: int) -> None:
+        self.config = config
+        self.total_steps = total_steps
+        self._channels: dict[str, WeightChannel] = {}
+        self._engine: Engine | None = None
+        self._reference: Engine | None = None
+
+    @property
+    def engine(self) -> Engine:
+        """The training engine; an error before ``setup``."""
+        if self._engine is None:
+            raise RuntimeError("PolicyWorker.setup was not called")
+        return self._engine
+
+    def setup(self) -> None:
+        """Join the group and load the models. Raises ModelError, ResourceError."""
+        config = self.config.actor_rollout_ref
+        self.device = devices.setup_device(self.config.cluster.threads_per_worker)
+        devices.seed_everything(self.config.trainer.seed)
+        self._engine = Engine(
+            EngineSpec(
+                model_path=config.model.path,
+                seed=self.config.trainer.seed,
+                dtype=config.model.dtype,
+                trust_remote_code=config.model.trust_remote_code,
+                gradient_checkpointing=config.model.enable_gradient_checkpointing,
+                max_grad_norm=config.actor.grad_clip,
+                param_offload=config.actor.fsdp_config.param_offload,
+                optimizer_offload=config.actor.fsdp_config.optimizer_offload,
+                optim=optim_spec(config.actor.optim, self.total_steps),
+            ),
+            self.device,
+        )
+        self.engine.offload()
+        if self.config.uses_reference:
+            self._reference = Engine(
+                EngineSpec(
+                    model_path=config.model.path,
+                    seed=self.config.trainer.seed,
+                    dtype=config.model.dtype,
+                    trust_remote_code=config.model.trust_remote_code,
+                    param_offload=config.ref.fsdp_config.param_offload,
+                ),
+                self.device,
+            )
+            self._reference.offload()
+
+    # -- scoring -----------------------------------------------------------------------------------------------------
+
+    def log_probs(self, samples: Sequence[Sample]) -> ScoredRows:
+        """Return this rank's share of the policy's log-probs, and ``policy/entropy`` over all model tokens."""
+        actor = self.config.actor_rollout_ref.actor
+        limit = Limit(
+            actor.use_dynamic_bsz,
+            actor.ppo_max_token_len_per_gpu,
+            self.config.actor_rollout_ref.rollout.log_prob_micro_batch_size,
+        )
+        rows, entropy = self._score(self.engine, samples, limit)
+        return ScoredRows(rows, {"policy/entropy": entropy})
+
+    def reference_log_probs(self, samples: Sequence[Sample]) -> ScoredRows:
+        """Return this rank's share of the reference's log-probs; the config must use a KL term."""
+        if self._reference is None:
+            raise RuntimeError("no reference policy was loaded: the configuration uses no KL term")
+        ref = self.config.actor_rollout_ref.ref
+        limit = Limit(ref.log_prob_use_dynamic_bsz, ref.log_prob_max_token_len_per_gpu, ref.log_prob_micro_batch_size)
+        rows, _ = self._score(self._reference, samples, limit)
+        return ScoredRows(rows)
+
+    def _score(self, engine: Engine, samples: Sequence[Sample], limit: Limit) -> tuple[Any, float]:
+        engine.load_back()
+        try:
+            return score_rows(engine, samples, limit, self.config.actor_rollout_ref.rollout.temperature)
+        finally:
+            engine.offload()
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def update(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """Make one trainer step on samples with old log-probs and advantages; return ``policy/*`` figures.
+
+        Raises HealthError when a gradient is not finite.
+        """
+        actor = self.config.actor_rollout_ref.actor
+        columns = ("old_logprobs", "advantages") + (("ref_logprobs",) if actor.use_kl_loss else ())
+        limit = Limit(actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size)
+        plan = UpdatePlan(
+            mini_batch=actor.ppo_mini_batch_size,
+            epochs=actor.ppo_epochs,
+            limit=limit,
+            columns=columns,
+            temperature=self.config.actor_rollout_ref.rollout.temperature,
+        )
+        self.engine.load_back()
+        try:
+            values, stepped = train_pass(self.engine, samples, plan, self._terms)
+        finally:
+            self.engine.offload()
+        names = FIGURES + (("reference_kl",) if actor.use_kl_loss else ())
+        figures = {f"policy/{name}": value for name, value in zip(names, values, strict=True)}
+        figures |= {f"policy/{name}": value for name, value in stepped.items()}
+        return figures | {
+            "memory/policy": devices.max_over_ranks(self.device, float(devices.peak_memory_bytes(self.device)))
+        }
+
+    def _terms(self, batch: MicroBatch, logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor]:
+        actor = self.config.actor_rollout_ref.actor
+        old = batch.columns["old_logprobs"]
+        terms = policy_terms(logprobs, old, batch.columns["advantages"], actor.clip_ratio)
+        weights = AGGREGATIONS[actor.loss_agg](batch.counts, batch.total_tokens, batch.total_sequences)
+        weights = weights.to(logprobs.device)
+        loss = total = (terms.loss * weights).sum()
+        if actor.entropy_coeff != 0.0:
+            total = total - actor.entropy_coeff * (entropies * weights).sum()
+        per_token = [terms.clipped, k1(old, logprobs.detach()), entropies.detach()]
+        if actor.use_kl_loss:
+            divergence = ESTIMATORS[actor.kl_loss_type](logprobs, batch.columns["ref_logprobs"])
+            total = total + actor.kl_loss_coef * (divergence * weights).sum()
+            per_token.append(divergence.detach())
+        means = [values.sum() / batch.total_tokens for values in per_token]
+        return total, torch.stack([loss.detach(), total.detach(), *means])
+
+    # -- weights and checkpoints -------------------------------------------------------------------------------------
+
+    def named_full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, whole tensor), gathering one at a time."""
+        return self.engine.named_full_tensors()
+
+    def publish(self, version: int, directory: str) -> WeightManifest:
+        """Write the weights for the rollout engines into ``directory``; rank 0's manifest is the real one."""
+        if directory not in self._channels:
+            self._channels[directory] = WeightChannel(directory)
+        self.engine.load_back()
+        try:
+            return self._channels[directory].publish(
+                self.named_full_tensors(),
+                version,
+                dtype=devices.dtype_of(self.config.actor_rollout_ref.rollout.dtype),
+                write=self.device.is_main,
+            )
+        finally:
+            self.engine.offload()
+
+    def save(self, directory: str | Path) -> None:
+        """Write the trainer state (model, optimiser, schedule, random state) into an empty folder."""
+        self.engine.save(directory)
+
+    def load(self, directory: str | Path) -> None:
+        """Restore what ``save`` wrote, at any number of ranks. Raises CheckpointError."""
+        self.engine.load(directory)
+
+    def export(self, directory: str | Path) -> None:
+        """Write a Hugging Face folder with the tokenizer."""
+        self.engine.export(directory)
+
+    def close(self) -> None:
+        """Remove published weights and leave the process group."""
+        for channel in self._channels.values():
+            channel.close()
+        devices.close_device()
