@@ -1,0 +1,16 @@
+import json
+
+from search_r1.world import WorldSettings, write_world
+from search_r1.world.files import SplitSize
+
+
+def test_the_same_settings_write_the_same_bytes(tmp_path):
+    settings = WorldSettings({"dev": SplitSize(10, 3)}, seed=5)
+    counts = write_world(tmp_path / "a", settings)
+    write_world(tmp_path / "b", settings)
+    assert counts["corpus.jsonl"] == 60
+    for name, n_lines in counts.items():
+        text = (tmp_path / "a" / name).read_text()
+        assert text == (tmp_path / "b" / name).read_text()
+        assert len(text.splitlines()) == n_lines
+        assert all(isinstance(json.loads(line), dict) for line in text.splitlines())
