@@ -212,6 +212,8 @@ class SearchClient:
                 await self._probe()
                 return
             progress = " ".join(response.text.split())[:200]
+            if _failed_to_load(response):
+                raise RetrievalError(f"retriever.url {config.url}: the service could not load its index: {progress}")
             if time.monotonic() > deadline:
                 raise RetrievalError(
                     f"retriever.url {config.url}: still not ready after {config.start_timeout_s:g} s ({progress}); "
@@ -296,6 +298,14 @@ def _corpus_sha256(info: Any) -> str | None:
         if isinstance(corpus, dict) and isinstance(corpus.get("sha256"), str):
             return str(corpus["sha256"])
     return None
+
+
+def _failed_to_load(response: httpx.Response) -> bool:
+    try:
+        state = response.json()
+    except ValueError:
+        return False
+    return isinstance(state, dict) and state.get("status") == "failed"
 
 
 def _beside(url: str, name: str) -> str:
