@@ -3,8 +3,8 @@
     python scripts/make_demonstrations.py --conversations train.jsonl --model MODEL_FOLDER \
         --index-path INDEX --corpus-path passages.jsonl --output sft.jsonl
 
-The result is what ``python -m verl.trainer.main_sft data.train_files=sft.jsonl`` reads. Prompts, observations and limits
-are those of training: give the same template and lengths here as there.
+The result is what ``python -m verl.trainer.main_sft data.train_files=sft.jsonl`` reads. Prompts, observations and
+limits are those of training: give the same template and lengths here as there.
 """
 
 from __future__ import annotations
