@@ -42,6 +42,8 @@ class Generates(Protocol):
         mode: str = ...,
     ) -> list[Trajectory]: ...
 
+    def figures(self) -> Mapping[str, float]: ...
+
 
 @runtime_checkable
 class MeasuresBounds(Protocol):

@@ -96,6 +96,7 @@ class TrainingLoop:
         with watch.phase("step"):
             with watch.phase("rollout"):
                 trajectories = self._rollout(step)
+            rolling = parts.rollouts.figures()
             add_episode_figures(trajectories, figures)
             batch = assemble(trajectories)
             self._check_batch(step, batch, figures)
@@ -112,7 +113,7 @@ class TrainingLoop:
             with watch.phase("publish"):
                 parts.models.publish(step)
         self.step = step
-        for produced in (scoring, estimation, training):
+        for produced in (rolling, scoring, estimation, training):
             figures.merge(produced)
         self._control_kl(figures, len(samples))
         self.watch.absorb(watch)

@@ -92,10 +92,10 @@ class WorkerModels:
 
 
 def spawn_models(cluster: Cluster, config: Any, rollout: WorkerGroup, total_steps: int, weights: Path) -> WorkerModels:
-    """Create the policy's and, for gae, the critic's workers and load their models."""
+    """Create the policy's and, for gae, the critic's workers; load all models, those of ``rollout`` too, at once."""
     policy = cluster.spawn("policy", PolicyWorker, config.world_size, config, total_steps)
     critic = None
-    calls = [(policy, policy.submit("setup"))]
+    calls = [(rollout, rollout.submit("setup")), (policy, policy.submit("setup"))]
     if config.uses_critic and not config.trainer.val_only:
         critic = cluster.spawn("critic", CriticWorker, config.world_size, config, total_steps)
         calls.append((critic, critic.submit("setup")))

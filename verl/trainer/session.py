@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from verl.algorithms.kl import kl_controller
 from verl.config import RunConfig, flatten
@@ -30,7 +30,7 @@ from verl.trainer.run_folder import RunFolder, check_free_space, config_hash, op
 from verl.trainer.summary import Summary, source_commit, text_table, versions
 from verl.types import Cluster, Prompt, Task, Trajectory
 from verl.workers.models import load_tokenizer
-from verl.workers.rollout.manager import Rollouts
+from verl.workers.rollout.manager import DealingGroup, Rollouts
 from verl.workers.rollout.worker import RolloutWorker
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ def _build(
     rollout = cluster.spawn("rollout", RolloutWorker, config.n_rollout_workers, config)
     weights = weights_folder(folder.path, folder.run_id, config.trainer.nnodes, _checkpoint_bytes(config) // 4)
     models = spawn_models(cluster, config, rollout, max(1, total), weights)
-    rollouts = Rollouts(rollout, config)
+    rollouts = Rollouts(cast(DealingGroup, rollout), config)
     flat = flatten(config)
     info = RunInfo(
         directory=folder.path,
