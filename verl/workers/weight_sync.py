@@ -203,4 +203,4 @@ def _load(manifest: WeightManifest, entry: WeightEntry) -> Tensor:
 
 
 def _checksum(tensor: Tensor) -> int:
-    return zlib.crc32(tensor.contiguous().view(torch.uint8).numpy() if tensor.numel() else b"")
+    return zlib.crc32(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))

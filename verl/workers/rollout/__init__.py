@@ -1,1 +1,1 @@
-"""Rollout engines and the worker that runs episodes beside one."""
+"""Rollout: engines, the worker that runs episodes beside one, and the manager that deals work to the workers."""

@@ -281,6 +281,10 @@ class HfEngine:
         """Forget kept keys and values (they belong to the old weights)."""
         self._batch.clear()
 
+    def totals(self) -> dict[str, float]:
+        """Return running totals since the engine was built."""
+        return self.stats.as_dict()
+
     def close(self) -> None:
         """Stop the model thread."""
         self._thread.shutdown(wait=True)

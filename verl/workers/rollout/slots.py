@@ -162,7 +162,7 @@ def load_slot_model(
     Raises ModelError when the folder cannot be used, ConfigError for an unknown dtype.
     """
     wanted = dtype_of(dtype)
-    model = load_causal_lm(path, attention=ATTENTION, trust_remote_code=trust_remote_code, seed=0)
+    model: Any = load_causal_lm(path, attention=ATTENTION, trust_remote_code=trust_remote_code, seed=0)
     for parameter in model.parameters():
         # Not ``model.to(dtype)``: that would round the rotary frequencies too, which stay float32 buffers.
         parameter.data = parameter.data.to(wanted)
