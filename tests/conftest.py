@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
+import sys
+from pathlib import Path
+
+import pytest
 
 # Before any import of numpy or torch: threads of a test would only fight with those of its neighbour.
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"):
@@ -10,12 +15,6 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUM
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "Agg")
-
-import random
-import sys
-from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -32,7 +32,9 @@ Paths = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
 
 def leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (key path, value) of every key that is not itself a section, in declaration order."""
-    for name in type(section).model_fields:
+    for name, field in type(section).model_fields.items():
+        if field.exclude:  # what the loader fills in is no key
+            continue
         value = getattr(section, name)
         if isinstance(value, BaseModel):
             yield from leaves(value, f"{prefix}{name}.")

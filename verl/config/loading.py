@@ -99,7 +99,7 @@ def load_sft_config(
 
 def flatten(config: BaseModel) -> dict[str, Any]:
     """Return key path -> value of every key, those of the task at the top level included."""
-    flat = {path: value for path, value in leaves(config) if path != "task_config"}
+    flat = dict(leaves(config))
     task = getattr(config, "task_config", None)
     if isinstance(task, BaseModel):
         flat.update(leaves(task))

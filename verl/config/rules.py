@@ -170,6 +170,21 @@ RUN_RULES: tuple[Rule, ...] = (
         "raise it, or lower the lengths",
     ),
     Rule(
+        "critic micro-batch holds a sequence",
+        (
+            "critic.ppo_max_token_len_per_gpu",
+            "critic.use_dynamic_bsz",
+            "data.max_prompt_length",
+            "data.max_response_length",
+        ),
+        lambda c: (
+            not (c.uses_critic and c.critic.use_dynamic_bsz)
+            or c.critic.ppo_max_token_len_per_gpu >= c.data.max_prompt_length + c.data.max_response_length
+        ),
+        "must hold the longest episode (max_prompt_length + max_response_length)",
+        "raise it, or lower the lengths",
+    ),
+    Rule(
         "one kl term",
         (f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef"),
         lambda c: not c.actor_rollout_ref.actor.use_kl_loss or c.actor_rollout_ref.actor.kl_loss_coef > 0,

@@ -1,0 +1,95 @@
+"""Every cross-field rule: one configuration that breaks it, and it alone."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from verl.config import load_config
+from verl.config.rules import RUN_RULES
+from verl.errors import ConfigError
+
+R, A = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+
+BREAKING: dict[str, tuple[str, ...]] = {
+    "one group key": (f"{R}.n=2", f"{R}.n_agent=2"),
+    "known estimator": ("algorithm.adv_estimator=gea",),
+    "grpo needs groups": ("algorithm.adv_estimator=grpo",),
+    "mini-batch fits the step": (f"{A}.ppo_mini_batch_size=2048", "critic.ppo_mini_batch_size=256"),
+    "critic mini-batch fits the step": ("critic.ppo_mini_batch_size=2048",),
+    "start fits prompt": ("data.max_start_length=600", "data.max_obs_length=256"),
+    "a turn can follow a search": ("data.max_obs_length=768",),
+    "micro-batch holds a sequence": (
+        f"{A}.use_dynamic_bsz=true", f"{A}.ppo_max_token_len_per_gpu=1000",
+        "critic.ppo_max_token_len_per_gpu=1024",
+    ),
+    "critic micro-batch holds a sequence": (f"{A}.use_dynamic_bsz=true", "critic.ppo_max_token_len_per_gpu=1000"),
+    "one kl term": (f"{A}.use_kl_loss=true", f"{A}.kl_loss_coef=0"),
+    "adaptive kl has a target": ("algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=1000"),
+    "top_k": (f"{R}.top_k=0",),
+    "validation top_k": (f"{R}.val_kwargs.top_k=-2",),
+    "greedy needs one sample": (f"{R}.val_kwargs.n=4",),
+    "hf engine uses one device": (f"{R}.tensor_model_parallel_size=2",),
+    "split placement has devices": (f"{R}.n_gpus=2",),
+    "staleness needs split": ("trainer.staleness=1",),
+    "local cluster is one process": ("cluster.kind=local",),
+    "evaluation only evaluates": ("trainer.val_only=true", "trainer.val_before_train=false"),
+    "frequencies": ("trainer.save_freq=0",),
+    "evaluation frequency": ("trainer.test_freq=-3",),
+    "training rows": ("data.train_files=[]",),
+    "held-out rows": ("data.val_files=[]",),
+    "service has passages": ("job.serve_retrieval=true",),
+}  # fmt: skip
+UNREACHABLE = {"engine exists", "deterministic engine", "wandb is installed"}
+"""They depend on what is installed; tested below."""
+
+
+@pytest.mark.parametrize("name", BREAKING)
+def test_a_broken_rule_is_the_only_mistake(name: str) -> None:
+    (rule,) = [rule for rule in RUN_RULES if rule.name == name]
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides=BREAKING[name])
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 2, lines
+    assert lines[1].startswith(f"  1. {rule.keys[0]}"), lines
+    assert "{" not in lines[1]
+
+
+def test_no_rule_is_left_out() -> None:
+    assert {rule.name for rule in RUN_RULES} == set(BREAKING) | UNREACHABLE
+
+
+def test_an_engine_that_is_not_there_is_refused() -> None:
+    if importlib.util.find_spec("verl.workers.rollout.vllm") is None:
+        with pytest.raises(ConfigError, match="not part of this release"):
+            load_config(overrides=[f"{R}.name=vllm"])
+    else:
+        with pytest.raises(ConfigError, match="only the hf engine can run deterministically"):
+            load_config(overrides=[f"{R}.name=vllm", f"{R}.deterministic=true"])
+
+
+def test_wandb_is_asked_for_only_when_it_is_installed() -> None:
+    if importlib.util.find_spec("wandb") is None:
+        with pytest.raises(ConfigError, match=r"wandb is not installed; pip install 'chatr1\[wandb\]'"):
+            load_config(overrides=["trainer.logger=['wandb']"])
+    else:
+        assert load_config(overrides=["trainer.logger=['wandb']"]).trainer.logger == ("wandb",)
+
+
+def test_evaluation_needs_neither_groups_nor_training_batches() -> None:
+    config = load_config(
+        overrides=[
+            "trainer.val_only=true",
+            "algorithm.adv_estimator=grpo",
+            "data.train_batch_size=8",
+            "data.train_files=[]",
+        ]
+    )
+    assert config.trainer.val_only
+
+
+def test_a_rule_is_not_tried_when_one_of_its_keys_is_wrong_already() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides=["data.max_start_length=lots", "data.max_prompt_length=600"])
+    assert len(str(caught.value).splitlines()) == 2
