@@ -56,18 +56,22 @@ def split_contents(contents: str) -> tuple[str, str]:
 def parse_passage(line: bytes) -> Document:
     """Parse one line of the corpus; raises ValueError that says what is wrong (without file and line)."""
     try:
-        row = json.loads(line.decode("utf-8"))
+        row = json.loads(line.decode("utf-8").rstrip("\r\n"))
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 ({error.reason} at byte {error.start} of the line)") from None
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"not JSON ({error})") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from None
+    except RecursionError:
+        raise ValueError("not JSON that can be read (nested too deeply)") from None
     if not isinstance(row, dict):
         raise ValueError(f"a JSON {type(row).__name__}, not an object")
-    identifier = row.get("id")
+    if "id" not in row:
+        raise ValueError(f"no 'id'; the line has {_keys(row)}")
+    identifier = row["id"]
     if isinstance(identifier, int) and not isinstance(identifier, bool):
         identifier = str(identifier)
     if not isinstance(identifier, str) or not identifier:
-        raise ValueError(f"'id' is {identifier!r}, not a non-empty string; the line has {_keys(row)}")
+        raise ValueError(f"'id' is {identifier!r}, not a non-empty string")
     contents, title, text = _texts(row)
     try:
         return Document.of(identifier, contents, title, text)

@@ -34,11 +34,13 @@ def bind(host: str, port: int) -> socket.socket:
     Called before the index is loaded, so that a taken port shows at once. Clients that connect meanwhile wait in the
     backlog.
     """
+    if not 0 <= port <= 65_535:  # getaddrinfo would take it modulo 65536
+        raise SettingsError(f"port {port} is not between 0 and 65535")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise SettingsError(f"cannot listen on {host}:{port}: {error}") from None
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

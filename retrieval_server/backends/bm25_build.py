@@ -5,6 +5,7 @@ Simplified: term ids of the whole corpus are held in memory (about 10 GB for 10 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -72,7 +73,15 @@ def build(plan: BuildPlan) -> Manifest:
                 return existing
             return _build_and_swap(plan, target, analyzer, parameters)
     except OSError as error:
-        raise IndexFolderError(f"{target} cannot be written: {error.strerror} ({error.filename})") from error
+        raise IndexFolderError(f"{target} cannot be written: {_reason(error, target)}") from error
+
+
+def _reason(error: OSError, folder: Path) -> str:
+    """Return the error in words, with the free space when that may be the reason (numpy's own has no errno)."""
+    if error.errno not in (None, errno.ENOSPC, errno.EDQUOT):
+        return f"{error.strerror} ({error.filename})"
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    return f"{error.strerror or error} ({shutil.disk_usage(existing).free / 1e6:.1f} MB free on that disk)"
 
 
 @contextmanager

@@ -50,9 +50,10 @@ def test_forms_of_a_line(row: dict[str, object], expected: tuple[str, ...]) -> N
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b'{"id": "b", "contents": "x"', "not JSON"),
+        (b'{"id": "b", "contents": ', "not JSON (Expecting value at column 25)"),
         (b'["b"]', "a JSON list, not an object"),
-        (b'{"contents": "x"}', "'id' is None"),
+        (b'{"contents": "x"}', "no 'id'; the line has the keys contents"),
+        (b'{"id": null, "contents": "x"}', "'id' is None"),
         (b'{"id": "", "contents": "x"}', "'id' is ''"),
         (b'{"id": true, "contents": "x"}', "'id' is True"),
         (b'{"id": "b", "title": "x", "question": "q"}', "neither 'contents' nor 'text'; the line has the keys id, q"),
