@@ -79,9 +79,13 @@ def _refuse_missing(path: str, missing: Iterable[str]) -> None:
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
     """Load the tokenizer of a model folder; raises ModelError naming the folder when there is none."""
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
         raise ModelError(f"{path} has no usable tokenizer: {error}") from error
+    # Without tokenizer files transformers builds an empty one of the architecture's class instead of failing.
+    if not tokenizer.encode("a", add_special_tokens=False):
+        raise ModelError(f"{path} has no usable tokenizer: tokenizer files are missing")
+    return tokenizer
 
 
 class PackedModel(nn.Module):
