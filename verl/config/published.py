@@ -33,6 +33,7 @@ _HDFS = "checkpoints go to trainer.default_local_dir"
 _ORDER = "mini-batches follow the (already shuffled) order of prompts"
 _RAW = "rows always travel with their samples"
 _REWARD = "it configures a reward network, and there is none"
+_GRADIENTS = "gradients exist only inside an update and are freed after it"
 _SYNC = "weights always arrive through the weight channel"
 
 RUN_KEYS: Mapping[str, Pointless] = {
@@ -48,9 +49,11 @@ RUN_KEYS: Mapping[str, Pointless] = {
     "actor_rollout_ref.actor.shuffle": Pointless((False,), _ORDER),
     "actor_rollout_ref.actor.ulysses_sequence_parallel_size": Pointless((1,), _ULYSSES),
     "actor_rollout_ref.actor.optim.total_training_steps": Pointless((-1, None), "it is trainer.total_training_steps"),
+    "actor_rollout_ref.actor.fsdp_config.grad_offload": Pointless((True, False), _GRADIENTS),
     "actor_rollout_ref.actor.fsdp_config.wrap_policy": Pointless((None, {}, {"min_num_params": 0}), _SHARD),
     "actor_rollout_ref.actor.fsdp_config.fsdp_size": Pointless((-1,), _SHARD),
     "actor_rollout_ref.ref.ulysses_sequence_parallel_size": Pointless((1,), _ULYSSES),
+    "actor_rollout_ref.ref.fsdp_config.grad_offload": Pointless((True, False), _GRADIENTS),
     "actor_rollout_ref.ref.fsdp_config.wrap_policy": Pointless((None, {}, {"min_num_params": 0}), _SHARD),
     "actor_rollout_ref.ref.fsdp_config.fsdp_size": Pointless((-1,), _SHARD),
     "actor_rollout_ref.rollout.prompt_length": Pointless((), "it is the data key", same_as="data.max_prompt_length"),
@@ -69,6 +72,7 @@ RUN_KEYS: Mapping[str, Pointless] = {
     "critic.model.external_lib": Pointless((None,), _PLUGIN),
     "critic.model.override_config": Pointless(({},), "the model folder's config is used as it is"),
     "critic.model.use_remove_padding": Pointless((True, False), _PACKED),
+    "critic.model.fsdp_config.grad_offload": Pointless((True, False), _GRADIENTS),
     "critic.model.fsdp_config.wrap_policy": Pointless((None, {}, {"min_num_params": 0}), _SHARD),
     "critic.model.fsdp_config.fsdp_size": Pointless((-1,), _SHARD),
     "reward_model.enable": Pointless((False,), "rewards are computed by the task; there is no reward network"),
@@ -91,9 +95,10 @@ SFT_KEYS: Mapping[str, Pointless] = {
     "model.lora_rank": Pointless((0,), "all weights are trained"),
     "model.lora_alpha": Pointless((ANY,), "it scales LoRA, which is off"),
     "model.target_modules": Pointless((ANY,), "it selects modules for LoRA, which is off"),
+    "model.fsdp_config.grad_offload": Pointless((True, False), _GRADIENTS),
     "model.fsdp_config.wrap_policy": Pointless((None, {}, {"min_num_params": 0}), _SHARD),
-    "model.fsdp_config.cpu_offload": Pointless((False,), "use param_offload, grad_offload, optimizer_offload"),
-    "model.fsdp_config.offload_params": Pointless((False,), "use param_offload, grad_offload, optimizer_offload"),
+    "model.fsdp_config.cpu_offload": Pointless((False,), "use param_offload and optimizer_offload"),
+    "model.fsdp_config.offload_params": Pointless((False,), "use param_offload and optimizer_offload"),
     "trainer.default_hdfs_dir": Pointless((None,), _HDFS),
 }
 """The same for supervised training."""

@@ -66,8 +66,6 @@ class FsdpConfig(Section):
 
     param_offload: bool = False
     """Keep parameters on the host while the worker is idle."""
-    grad_offload: bool = False
-    """Keep gradients on the host while the worker is idle."""
     optimizer_offload: bool = False
     """Keep optimizer state on the host while the worker is idle."""
 
@@ -170,7 +168,7 @@ class RolloutConfig(Section):
     dtype: DType = "bfloat16"
     """Type of the engine's copy of the weights."""
     n_workers: PositiveInt | None = None
-    """Rollout workers; null: one per training rank. Ours."""
+    """Rollout workers (engines); null: one per training rank, or per device of their own when split. Ours."""
     max_num_seqs: PositiveInt = 1024
     """Episodes that one worker runs at the same time."""
     deterministic: bool = False
@@ -367,9 +365,12 @@ class RunConfig(Section):
 
     @property
     def n_rollout_workers(self) -> int:
-        """Rollout workers over all machines."""
+        """Rollout workers (engines) over all machines: as many as fit the devices unless they are counted."""
         rollout = self.actor_rollout_ref.rollout
-        return rollout.n_workers if rollout.n_workers is not None else self.world_size
+        if rollout.n_workers is not None:
+            return rollout.n_workers
+        devices = rollout.n_gpus if rollout.n_gpus is not None else self.world_size
+        return max(1, devices // rollout.tensor_model_parallel_size)
 
     @property
     def uses_critic(self) -> bool:
