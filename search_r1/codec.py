@@ -47,6 +47,8 @@ class Codec:
     def readable(self, token_ids: Sequence[int]) -> str:
         """Decode for people and files: without special tokens, with the tags."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=self._skip_special)
+        for token in () if self._skip_special else self._foreign:
+            text = text.replace(token, "")
         return text
 
     def cut(self, token_ids: Sequence[int], limit: int) -> str:
