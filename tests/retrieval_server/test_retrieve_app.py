@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import random
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -128,6 +129,29 @@ async def test_nonsense_gets_a_422_that_says_why_and_the_next_request_is_served(
     assert response.status_code == 422, response.text
     assert any(message in entry["msg"] for entry in response.json()["detail"]), response.text
     assert all(entry["loc"][0] == "body" for entry in response.json()["detail"])
+    assert len((await ask(client, queries=["festival"]))[0]) == 1
+
+
+async def test_damaged_requests_are_answered_or_refused_but_never_break_the_server(client: httpx.AsyncClient) -> None:
+    draw = random.Random(5)
+    good = json.dumps({"queries": ["festival é", "\U0001f600 lake"], "topk": 3, "return_scores": True}).encode()
+    statuses = set()
+    for _ in range(400):
+        body = bytearray(good)
+        for _ in range(draw.randint(1, 4)):
+            position, action = draw.randrange(len(body)), draw.random()
+            if action < 0.5:
+                body[position] = draw.randrange(256)
+            elif action < 0.75:
+                del body[position : position + draw.randint(1, 10)]
+            else:
+                body[position:position] = draw.choice([b"\\u", b'"', b"[", b"null", b"-", b"1e9", b"\xff", b"}"])
+            body = body or bytearray(b" ")
+        response = await client.post("/retrieve", content=bytes(body))
+        statuses.add(response.status_code)
+        assert response.status_code in (200, 422), (bytes(body), response.text)
+        assert set(response.json()) == ({"result"} if response.status_code == 200 else {"detail"})
+    assert statuses == {200, 422}
     assert len((await ask(client, queries=["festival"]))[0]) == 1
 
 
