@@ -189,8 +189,11 @@ async def _answers(url: str) -> bool:
 
 async def talk(options: argparse.Namespace, recipe: Recipe, url: str, history: Sequence[str]) -> None:
     """Load the model and answer the question, or read questions until the input ends."""
+    from transformers.utils import logging as transformers_logging
+
     from verl.workers.rollout.hf import HfEngine
 
+    transformers_logging.disable_progress_bar()
     settings = EpisodeSettings(
         max_turns=recipe.max_turns,
         do_search=recipe.do_search,

@@ -21,8 +21,12 @@ class Codec:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer: Any = tokenizer
         tags = {f"<{slash}{tag}>" for tag in KNOWN_TAGS for slash in ("", "/")}
-        special = tuple(getattr(tokenizer, "all_special_tokens", ()))
-        self._foreign = tuple(token for token in special if token.startswith("<") and token not in tags)
+        special = set(getattr(tokenizer, "all_special_tokens", ()))
+        # Turn markers are often added tokens without a role (bos, eos, pad), which the list above leaves out.
+        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        special |= {token.content for token in added if token.special}
+        controls = special | {token.content for token in added}
+        self._foreign = tuple(sorted(token for token in controls if token.startswith("<") and token not in tags))
         # A tokenizer may hold the tags as special tokens; skipping special tokens would then erase the actions.
         self._skip_special = not any(token in tags for token in special)
 
