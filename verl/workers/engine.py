@@ -6,7 +6,9 @@ one rank the module stays plain; results do not depend on the number of ranks be
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -91,6 +93,7 @@ class Engine:
             if isinstance(child, FSDPModule):
                 # Losses are already divided by global counts: gradients are summed over ranks, not averaged.
                 child.set_gradient_divide_factor(1.0)
+                child.set_force_sum_reduction_for_comms(True)  # gloo knows plain sums only
 
     # -- computing ---------------------------------------------------------------------------------------------------
 
@@ -208,7 +211,8 @@ class Engine:
         folder = Path(directory)
         model_state, optimizer_state = get_state_dict(self.module, self._optimizer_parts())
         state = {"model": model_state, "optimizer": optimizer_state, "update": torch.tensor(self.update)}
-        dcp.save(state, checkpoint_id=folder, no_dist=self._alone)
+        with _quiet_alone():
+            dcp.save(state, checkpoint_id=folder, no_dist=self._alone)
         torch.save(devices.rng_state(self.device), folder / f"rng_{self.device.rank}.pt")
         devices.barrier(self.device)
 
@@ -220,7 +224,8 @@ class Engine:
         model_state, optimizer_state = get_state_dict(self.module, self._optimizer_parts())
         state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state, "update": torch.tensor(0)}
         try:
-            dcp.load(state, checkpoint_id=folder, no_dist=self._alone)
+            with _quiet_alone():
+                dcp.load(state, checkpoint_id=folder, no_dist=self._alone)
         except (RuntimeError, ValueError, KeyError, OSError) as error:
             raise CheckpointError(f"cannot read the trainer state in {folder}: {error}") from error
         set_state_dict(
@@ -243,6 +248,9 @@ class Engine:
         return self.device.world_size == 1
 
 
-def count_parameters(module: nn.Module) -> int:
-    """Return the number of parameters, tied ones once, over all shards."""
-    return sum(p.numel() for p in module.parameters())
+@contextlib.contextmanager
+def _quiet_alone() -> Iterator[None]:
+    """One process needs no group to save or load; torch warns about that all the same."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield

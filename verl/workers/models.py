@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from verl.errors import ModelError
 from verl.workers.attention import PACKED, Packing
@@ -41,6 +42,7 @@ def load_causal_lm(path: str, *, attention: str, trust_remote_code: bool, seed: 
 
     Raises ModelError when the folder is missing, has no config, or holds weights that do not fit the config.
     """
+    disable_progress_bar()  # a run shows its own progress
     folder = Path(path)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if folder.is_dir() and not (folder / "config.json").is_file():
