@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,12 @@ PIECES = ("<|end|>", "<search>", "</answer", "</sea", "rch>", "rch>and", ">", "Ã
 """Further tokens after the 256 bytes: a tag whole, tags in parts, and tags with something around them."""
 
 
-def build_tokenizer() -> Any:
+def build_tokenizer(extra: Sequence[str] = ()) -> Any:
     """Ids 1..256 are the bytes in the order of the byte-level alphabet; then come the pieces, as plain tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {"<|end|>": EOS} | {character: i + 1 for i, character in enumerate(alphabet)}
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    for piece in PIECES[1:]:
+    for piece in (*PIECES[1:], *extra):
         ((encoded, _),) = to_bytes.pre_tokenize_str(piece)
         vocabulary.setdefault(encoded, len(vocabulary))
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -33,8 +34,9 @@ def id_of(tokenizer: Any, text: str) -> int:
     return next(i for i in range(len(tokenizer)) if tokenizer.decode([i]) == text)
 
 
-def make_folder(path: Path, seed: int, **overrides: Any) -> Path:
-    tokenizer = build_tokenizer()
+def make_folder(path: Path, seed: int, extra: Sequence[str] = (), **overrides: Any) -> Path:
+    """Write config, weights and tokenizer (with ``extra`` tokens) of a random model to ``path``."""
+    tokenizer = build_tokenizer(extra)
     tokenizer.save_pretrained(path)
     shape: dict[str, Any] = {
         "vocab_size": len(tokenizer),

@@ -128,7 +128,8 @@ class WeightChannel:
             save_file(bucket, str(partial))
             os.replace(partial, path)
         except (OSError, SafetensorError) as error:
-            partial.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
             raise ResourceError(f"cannot write weights version {version} to {self.directory}: {error}") from error
         self._files.append(path)
 
