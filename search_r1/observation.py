@@ -38,8 +38,13 @@ def build_observation(codec: Codec, documents: Sequence[Document], max_obs_lengt
     return _shortened(codec, shown, pieces, max_obs_length)
 
 
+def shell_tokens(codec: Codec) -> int:
+    """Return the length of an observation without passages: the least ``max_obs_length`` there can be."""
+    return len(codec.encode(_wrap([""])))
+
+
 def _shortened(codec: Codec, shown: list[Document], pieces: list[str], max_obs_length: int) -> Observation:
-    shell = len(codec.encode(_wrap([""])))
+    shell = shell_tokens(codec)
     if shell > max_obs_length:
         raise ValueError(f"max_obs_length={max_obs_length} cannot hold the {shell} tokens of an empty observation")
     encoded = [codec.encode(piece) for piece in pieces]

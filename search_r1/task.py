@@ -15,6 +15,7 @@ from search_r1.datasets.load import READERS, load_rows
 from search_r1.datasets.rows import Row
 from search_r1.episode import EpisodeTools, Search, run_episode
 from search_r1.evaluation import compare, summarise
+from search_r1.observation import shell_tokens
 from search_r1.pipelines import BOUNDS, PIPELINES
 from search_r1.prompts import TEMPLATE_VERSIONS, PromptBuilder
 from search_r1.rewards.formulas import ANSWER_METRICS, answer_metric, describe, score
@@ -42,6 +43,12 @@ class SearchTask:
         self._config: SearchConfig = config.task_config
         self._codec = Codec(tokenizer)
         self._settings = EpisodeSettings.from_config(config)
+        needed = shell_tokens(self._codec)
+        if self._config.do_search and self._settings.max_obs_length < needed:
+            raise ConfigError(
+                f"data.max_obs_length={self._settings.max_obs_length}: an observation without any passage already "
+                f"needs {needed} tokens; raise it to several hundred"
+            )
         self._client = None if search is not None else SearchClient(self._config.retriever)
         self._tools = EpisodeTools(self._codec, self._settings, self._client or _given(search))
         self._prompts = PromptBuilder(

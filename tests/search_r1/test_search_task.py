@@ -221,6 +221,26 @@ def test_evaluation_figures(rows: Path) -> None:
     assert [bench.task.validation_reward(t) for t in (right, wrong, failed)] == [1.0, pytest.approx(2 / 3), 0.0]
 
 
+def test_gain_is_paired_by_row(rows: Path) -> None:
+    bench = Bench(rows)
+    first, second = bench.task.prompts("val")
+    wrong = [bench.run(prompt, ["<answer>Rome</answer>"]) for prompt in (first, second)]
+    right = [wrong[0], bench.run(second, [TURN_1, TURN_2])]
+    gains = bench.task.compare(wrong, right)
+    assert set(gains) == {"em", "f1", "rewrite_f1", "recall_at_3"}
+    assert all(gain["mean"] == 0.5 for gain in gains.values())
+    # two rows, one of them better: a resample holds it 0, 1 or 2 times
+    assert (gains["f1"]["low"], gains["f1"]["high"]) == (0.0, 1.0)
+    with pytest.raises(ValueError, match="not of the same rows"):
+        bench.task.compare(wrong, right[::-1])
+    assert set(bench.task.pipelines().values()) == set(PIPELINES) - {"policy"}
+
+
+def test_observation_budget_below_its_shell_is_refused_at_start(rows: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.max_obs_length=10: .*needs 31 tokens"):
+        Bench(rows, max_obs_length=10)
+
+
 def test_supervision_that_is_missing_is_left_out(rows: Path) -> None:  # T30
     rows.write_text(json.dumps({"qid": "a", "question": "Why?", "answers": ["x"]}) + "\n")
     bench = Bench(rows)
