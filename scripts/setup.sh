@@ -77,11 +77,12 @@ count=$(grep -c '==' "$lock")
 log=.venv/setup.log
 say "installing $count packages of $lock (some minutes the first time; log: $log)"
 started=$(date +%s)
-if ! .venv/bin/python -m pip install --disable-pip-version-check --no-input -r "$lock" > "$log" 2>&1; then
+# Not compiled ahead: most modules are never imported, and Python compiles the others when they are.
+if ! .venv/bin/python -m pip install --disable-pip-version-check --no-input --no-compile -r "$lock" > "$log" 2>&1; then
   tail -n 12 "$log" >&2
   stop "pip could not install $lock (whole log: $root/$log). Without a network, or behind a proxy, point pip at an index or a folder of wheels first (pip config set global.index-url, PIP_FIND_LINKS), then run this again."
 fi
-if ! .venv/bin/python -m pip install --disable-pip-version-check --no-input --no-deps --no-build-isolation -e . >> "$log" 2>&1; then
+if ! .venv/bin/python -m pip install --disable-pip-version-check --no-input --no-compile --no-deps --no-build-isolation -e . >> "$log" 2>&1; then
   tail -n 12 "$log" >&2
   stop "the package itself could not be installed (whole log: $root/$log)"
 fi
