@@ -234,7 +234,7 @@ def finish(summary: Path, phases: Phases) -> None:
     scratch.replace(summary)
     told = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in phases.seconds.items())
     say(f"done in {record['job_wall_seconds'] / 60:.1f} min ({told}); {record['cpu_minutes']:.1f} CPU minutes")
-    print(summary, flush=True)
+    print(summary.resolve(), flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------

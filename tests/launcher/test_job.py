@@ -243,6 +243,6 @@ def test_the_end_adds_the_phases_around_the_trainer_and_prints_the_path_last(
     assert 59 <= record["wall_seconds"]["setup"] <= 70 and "trainer" not in record["wall_seconds"]
     assert record["job_wall_seconds"] >= 59
     lines = capsys.readouterr().out.strip().splitlines()
-    assert lines[-1] == str(summary)
+    assert lines[-1] == str(summary.resolve())
     assert "3.5 CPU minutes" in lines[-2] and "1.0 min" in lines[-2]
     assert os.listdir(tmp_path) == ["summary.json"]
