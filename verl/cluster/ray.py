@@ -285,6 +285,9 @@ def _start_ray() -> None:
     address = os.environ.get("RAY_ADDRESS", "local")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # The first failure of a call is raised; those of the other ranks would be reported on the terminal at the end.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+    logging.getLogger("ray").setLevel(logging.ERROR)
     own: dict[str, Any] = {}
     if address == "local":
         # Only small objects travel (samples, manifests): weights go through files.
@@ -298,7 +301,7 @@ def _start_ray() -> None:
             logging_level=logging.ERROR,
             **own,
         )
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
         raise ResourceError(f"cannot start or join Ray at {address!r}: {error}") from error
 
 
