@@ -178,6 +178,17 @@ def test_observation_that_does_not_fit_ends_the_episode() -> None:
     assert [c.query for c in run.result.searches] == ["q1"] and run.result.segments[-1].origin is Origin.MODEL
 
 
+@pytest.mark.parametrize(("spare", "appended"), [(0, False), (1, True)])
+def test_an_observation_must_leave_room_for_one_more_token(spare: int, appended: bool) -> None:
+    used = len("ask") + len(CharTokenizer().encode("<search>q1</search>")) + len(INFO_1)
+    settings = replace(SETTINGS, max_prompt_length=used + spare - 5, max_response_length=5)
+    run = Run(["<search>q1</search>", "z" * 9], settings=settings)
+    assert run.env == ([INFO_1] if appended else [])
+    assert run.result.stop is StopReason.CONTEXT_LENGTH and len(run.result.token_ids) == (
+        used + 1 if appended else used - len(INFO_1)
+    )
+
+
 def test_failures_are_stop_reasons() -> None:
     run = Run(["<search>bad</search>"], search=DictionarySearch({}, failing=["bad"]))
     assert run.result.stop is StopReason.SEARCH_FAILED and run.result.stop.failed

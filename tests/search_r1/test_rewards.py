@@ -152,6 +152,8 @@ def test_intent_is_the_best_executed_query() -> None:
     )
     assert view(searches=searches).intent(f1) == (1.0, 1)
     assert view(searches=searches[:1]).intent(f1) == (0.5, 0)
+    assert view(searches=searches[1::-1]).intent(f1) == (1.0, 1)  # the best one, not the last one
+    assert view(searches=(searches[0], searches[2])).intent(f1) == (0.5, 0)  # a failed search does not count
     assert view(searches=()).intent(f1) == (0.0, -1)
     assert view(replace(ROW, rewrite=None)).intent(f1) is None  # T30
 

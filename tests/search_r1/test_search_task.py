@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -219,6 +220,15 @@ def test_evaluation_figures(rows: Path) -> None:
     saved = [Trajectory.from_record(json.loads(json.dumps(t.to_record()))) for t in (right, wrong, failed)]
     assert bench.task.evaluate(saved) == figures  # T31
     assert [bench.task.validation_reward(t) for t in (right, wrong, failed)] == [1.0, pytest.approx(2 / 3), 0.0]
+
+
+def test_a_failed_episode_scores_zero_whatever_it_had_reached(rows: Path) -> None:
+    bench = Bench(rows)
+    right = bench.run(bench.task.prompts("val")[1], [TURN_1, TURN_2])
+    failed = replace(right, stop=StopReason.ABORTED)
+    figures = bench.task.evaluate([failed])
+    assert bench.task.validation_reward(failed) == 0.0
+    assert [figures[name] for name in ("em", "f1", "rewrite_f1", "recall_at_3", "format_valid")] == [0.0] * 5
 
 
 def test_gain_is_paired_by_row(rows: Path) -> None:
