@@ -30,7 +30,7 @@ class Probe:
     def fail(self, only: int) -> str:
         if self.rank == only:
             raise EngineError(f"rank {self.rank} has no weights")
-        time.sleep(15)
+        time.sleep(40)
         return "late"
 
     def die(self) -> None:
@@ -57,6 +57,12 @@ class Refuses:
 
     def __init__(self) -> None:
         raise ValueError("no model folder")
+
+
+@pytest.fixture(autouse=True)
+def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that are still busy are not waited for long when a test closes them."""
+    monkeypatch.setattr("verl.cluster.ray._CLOSE_TIMEOUT_S", 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +100,7 @@ def test_a_workers_error_keeps_its_type_and_does_not_wait_for_the_other_ranks(cl
     started = time.monotonic()
     with pytest.raises(EngineError, match="rank 1 has no weights") as caught:
         group.wait(group.submit("fail", 1))
-    assert time.monotonic() - started < 12
+    assert time.monotonic() - started < 30
     assert str(caught.value) == "rank 1 has no weights"
     assert "rollout worker 1" in "".join(caught.value.__notes__)
     group.close()
@@ -111,11 +117,11 @@ def test_groups_work_at_the_same_time_and_the_first_failure_of_any_is_raised(clu
     policy, critic = cluster.spawn("policy", Probe, 1), cluster.spawn("critic", Probe, 1)
     started = time.monotonic()
     assert cluster.wait_all([policy.submit("sleep", 2.0), critic.submit("sleep", 2.0)]) == [[0], [0]]
-    assert time.monotonic() - started < 3.9
+    assert time.monotonic() - started < 3.9  # not one after the other
     started = time.monotonic()
     with pytest.raises(EngineError):
-        cluster.wait_all([policy.submit("sleep", 15.0), critic.submit("fail", 0)])
-    assert time.monotonic() - started < 12
+        cluster.wait_all([policy.submit("sleep", 40.0), critic.submit("fail", 0)])
+    assert time.monotonic() - started < 30
     policy.close()
     critic.close()
 
