@@ -141,6 +141,9 @@ class TrainingLoop:
         figures.merge({f"data/dropped/{reason}": count for reason, count in batch.drops.items()})
         if not batch.samples:
             raise HealthError(f"step {step}: no episode can be trained on; dropped: {dict(batch.drops)}")
+        for sample in batch.samples:
+            if not math.isfinite(sample.score):
+                raise HealthError(f"step {step}: the reward of {sample.sample_id} is {sample.score}, not a number")
 
     def _check_health(self, step: int, figures: Mapping[str, float]) -> None:
         """Stop before damaged weights are published or saved."""

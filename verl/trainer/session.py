@@ -53,7 +53,21 @@ def run_session(config: RunConfig, recipe: str) -> Path:
         asyncio.run(_check_services(task))
         resume = "never" if config.trainer.val_only else config.trainer.resume
         folder = open_run(base, resume, flatten(config), config.trainer.keep_checkpoints)
-        logger.info("run folder: %s", folder.path)
+    logger.info("run folder: %s", folder.path)
+    try:
+        loop, cpu_seconds = _run_loop(config, folder, task, train, val, watch)
+        return _finish(loop, task, tokenizer.decode, recipe, watch, cpu_seconds)
+    finally:
+        folder.lock.close()
+
+
+def _run_loop(
+    config: RunConfig, folder: RunFolder, task: Task, train: list[Prompt], val: list[Prompt], watch: Stopwatch
+) -> tuple[TrainingLoop, float]:
+    """Spawn the workers, train, end the workers; return the loop and the run's CPU seconds."""
+    # Read now: the checkpoint that the run goes on from may be retired before its end.
+    earlier = _earlier_cpu_seconds(folder)
+    with watch.phase("startup"):
         cluster = make_cluster(config)
     try:
         with watch.phase("startup"):
@@ -64,10 +78,9 @@ def run_session(config: RunConfig, recipe: str) -> Path:
             loop.parts.tracker.close()
             models.close()
         # Workers take their CPU seconds with them, so they are counted before the cluster goes.
-        cpu = process_tree_cpu_seconds() + _earlier_cpu_seconds(folder)
+        return loop, process_tree_cpu_seconds() + earlier
     finally:
         cluster.close()
-    return _finish(loop, task, tokenizer.decode, recipe, watch, cpu)
 
 
 def make_cluster(config: RunConfig) -> Cluster:

@@ -1,0 +1,189 @@
+"""Killed at any moment and started again, a deterministic run ends as the uninterrupted one, figure for figure."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from run_records import figures, toy_run
+from safetensors.torch import load_file
+
+Start = Callable[[list[str]], "subprocess.Popen[str]"]
+Run = Callable[[list[str]], dict[str, Any]]
+STEPS = 6
+SLOW_KILLS = 10
+SETTINGS = (
+    f"trainer.total_training_steps={STEPS}",
+    "trainer.save_freq=1",
+    "trainer.test_freq=3",
+    "algorithm.kl_ctrl.type=adaptive",
+    "algorithm.kl_ctrl.kl_coef=0.01",
+    "algorithm.kl_ctrl.target_kl=0.001",
+    "algorithm.kl_ctrl.horizon=20",
+    "toy_prompts=7",
+    "trainer.logger=[]",
+)
+"""An adaptive coefficient and an epoch that ends between two saves: state that is easily forgotten."""
+
+
+def complete(start: Start, arguments: list[str]) -> None:
+    with start(arguments) as process:
+        output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+
+
+def in_folder(arguments: list[str], folder: Path) -> list[str]:
+    return [*arguments, f"trainer.default_local_dir={folder}"]
+
+
+def kill_when(start: Start, arguments: list[str], moment: Callable[[float], bool]) -> bool:
+    """Start a run and SIGKILL it at the first moment that is true of its age in seconds; False when it ended before."""
+    with start(arguments) as process:
+        born = time.monotonic()
+        while process.poll() is None:
+            if moment(time.monotonic() - born):
+                process.kill()
+                process.communicate()
+                return True
+            time.sleep(0.002)
+        output, _ = process.communicate()
+    assert process.returncode == 0, output
+    return False
+
+
+def is_saving(folder: Path) -> bool:
+    """True while a checkpoint is being written."""
+    return any(not (path / "COMPLETE").exists() for path in folder.glob("global_step_*"))
+
+
+def assert_same_run(reference: Path, other: Path) -> None:
+    """Every figure, every rollout, and the final weights are equal."""
+    expected, found = figures(reference), figures(other)
+    assert [row["step"] for row in found] == list(range(STEPS + 1))
+    assert found == expected
+    for step in range(1, STEPS + 1):
+        files = ((folder / "rollouts" / f"step_{step}.jsonl").read_text() for folder in (reference, other))
+        for one, two in zip(*(text.splitlines() for text in files), strict=True):
+            assert json.loads(one)["segments"] == json.loads(two)["segments"]
+    weights = [load_file(folder / f"global_step_{STEPS}" / "hf" / "model.safetensors") for folder in (reference, other)]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@pytest.fixture
+def arguments(toy_arguments: list[str]) -> list[str]:
+    return [*toy_arguments, *SETTINGS]
+
+
+@pytest.fixture(scope="module")
+def whole(start: Start, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+    """An uninterrupted run: its folder, and how many seconds it lived."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    born = time.monotonic()
+    complete(start, in_folder([*toy_run(tiny_model), *SETTINGS], folder))
+    return folder, time.monotonic() - born
+
+
+def drill(start: Start, arguments: list[str], broken: Path, lifetime: float, kills: int) -> None:
+    """Kill ``kills`` times, alternately while saving and at a random moment of the run's life, then let it end."""
+    chance = random.Random(kills)
+    for attempt in range(kills):
+        if attempt % 2 == 0:
+            age = chance.uniform(0.3, 1.0) * lifetime
+            killed = kill_when(start, arguments, lambda lived, age=age: lived > age)
+        else:
+            # Another save each time, so that the run also gets on between the kills.
+            known, skip = set(broken.glob("global_step_*")), chance.randrange(3)
+            killed = kill_when(
+                start, arguments, lambda _, k=known, n=skip: len(saves(broken) - k) > n and is_saving(broken)
+            )
+        if not killed:
+            assert attempt > 0, "the run ended before the first kill"
+            return
+    complete(start, arguments)
+
+
+def saves(folder: Path) -> set[Path]:
+    """Return the checkpoint folders, complete or not."""
+    return set(folder.glob("global_step_*"))
+
+
+def test_two_kills_one_of_them_while_saving(
+    start: Start, arguments: list[str], whole: tuple[Path, float], tmp_path: Path
+) -> None:
+    drill(start, arguments, tmp_path / "run", whole[1], kills=2)
+    assert_same_run(whole[0], tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("round_", range(2))
+def test_ten_kills(start: Start, arguments: list[str], whole: tuple[Path, float], tmp_path: Path, round_: int) -> None:
+    drill(start, arguments, tmp_path / "run", whole[1], kills=SLOW_KILLS // 2 + round_)
+    assert_same_run(whole[0], tmp_path / "run")
+
+
+def test_sigterm_saves_and_the_run_goes_on(
+    start: Start, arguments: list[str], whole: tuple[Path, float], tmp_path: Path
+) -> None:
+    arguments, broken = [*arguments, "trainer.save_freq=-1"], tmp_path / "run"
+    with start(arguments) as process:
+        while not (broken / "rollouts" / "step_2.jsonl").exists() and process.poll() is None:
+            time.sleep(0.002)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=300)
+    assert process.returncode == 128 + signal.SIGTERM, output
+    (saved,) = saves(broken)
+    assert (saved / "COMPLETE").exists() and not (broken / "summary.json").exists()
+    complete(start, arguments)
+    assert_same_run(whole[0], broken)
+
+
+def test_a_finished_run_is_not_run_again_and_can_be_made_longer(run: Run, arguments: list[str], tmp_path: Path) -> None:
+    short = [*arguments, "trainer.total_training_steps=2", "trainer.test_freq=-1"]
+    first, second = run(short), run(short)
+    assert second["folder"] == first["folder"] + "-2"
+    assert figures(Path(first["folder"])) == figures(Path(second["folder"]))
+    longer = run([*arguments, "trainer.total_training_steps=3", f"trainer.resume={first['folder']}"])
+    assert longer["folder"] == first["folder"] and longer["steps"] == 3
+    assert [row["step"] for row in figures(Path(first["folder"]))] == [0, 1, 2, 3]
+
+
+def test_other_training_rows_are_refused(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], run: Run
+) -> None:
+    from verl.trainer.main_ppo import main
+
+    first = run([*arguments, "trainer.total_training_steps=1"])
+    (Path(first["folder"]) / "summary.json").unlink()
+    assert main([*arguments, "trainer.total_training_steps=2", "toy_prompts=6"]) == 2
+    assert "toy_prompts: 7 in the run, 6 now" in capsys.readouterr().err
+
+
+def test_a_full_disk_while_saving_ends_with_the_remedy(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    import errno
+    import os
+
+    from verl.trainer.main_ppo import main
+    from verl.workers.critic import CriticWorker
+
+    whole = CriticWorker.save
+
+    def full(self: CriticWorker, directory: str) -> None:
+        if "global_step_3" in directory:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), directory)
+        whole(self, directory)
+
+    monkeypatch.setattr(CriticWorker, "save", full)
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert "disk full" in error and "step 2 is the newest complete checkpoint" in error and "Traceback" not in error
