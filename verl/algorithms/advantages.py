@@ -165,4 +165,5 @@ def _model_tokens(sample: Sample, name: str) -> Row:
     column = getattr(sample, name)
     if column is None:
         raise ValueError(f"sample {sample.sample_id}: {name} is needed for advantages and not filled in")
-    return np.asarray(column, dtype=np.float64)[np.asarray(sample.loss_mask, dtype=bool)]
+    chosen: Row = np.asarray(column, dtype=np.float64)[np.asarray(sample.loss_mask, dtype=bool)]
+    return chosen

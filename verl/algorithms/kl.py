@@ -24,27 +24,30 @@ _K3_LIMIT = 10.0
 
 def k1(logprobs: Values, other: Values) -> Values:
     """Return log p - log q."""
-    return logprobs - other
+    result: Values = logprobs - other
+    return result
 
 
 def k_abs(logprobs: Values, other: Values) -> Values:
     """Return |log p - log q|."""
-    return abs(logprobs - other)
+    result: Values = abs(logprobs - other)
+    return result
 
 
 def k2(logprobs: Values, other: Values) -> Values:
     """Return (log p - log q)^2 / 2."""
     difference = logprobs - other
-    return 0.5 * difference * difference
+    result: Values = 0.5 * difference * difference
+    return result
 
 
 def k3(logprobs: Values, other: Values) -> Values:
     """Return q/p - 1 - log(q/p), at most 10."""
-    difference = other - logprobs
-    if isinstance(difference, Tensor):
-        return (torch.exp(difference) - 1.0 - difference).clamp(max=_K3_LIMIT)
-    with np.errstate(over="ignore"):
-        return np.minimum(np.exp(difference) - 1.0 - difference, _K3_LIMIT)
+    # The result is at its bound long before 20; the inner bound keeps exp finite, so that the gradient there is 0, not NaN.
+    difference: Any = (other - logprobs).clip(max=20.0)
+    exponential: Any = torch.exp if isinstance(difference, Tensor) else np.exp
+    result: Values = (exponential(difference) - 1.0 - difference).clip(max=_K3_LIMIT)
+    return result
 
 
 ESTIMATORS: Registry[Callable[[Any, Any], Any]] = Registry(

@@ -9,7 +9,6 @@ Axes: T tokens of the row, H query heads, K key/value heads, D head dimension, B
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from verl.errors import ModelError
+from verl.workers.device import flash_attention_available
 
 PACKED = "chatr1_packed"
 """Name under which the function is known to transformers."""
@@ -40,14 +40,6 @@ class Packing:
         bounds = torch.zeros(len(lengths) + 1, dtype=torch.int32)
         bounds[1:] = torch.tensor(list(lengths), dtype=torch.int32).cumsum(0)
         return cls(tuple(lengths), bounds.to(device))
-
-
-def flash_attention_available(query: Tensor) -> bool:
-    """True when the flash-attn package can take this tensor (CUDA, half precision)."""
-    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and _FLASH_INSTALLED
-
-
-_FLASH_INSTALLED = importlib.util.find_spec("flash_attn") is not None
 
 
 def packed_attention(

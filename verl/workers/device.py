@@ -7,6 +7,7 @@ MASTER_PORT), which the cluster sets before the worker is built; without them th
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import random
 import resource
@@ -144,6 +145,19 @@ def peak_memory_bytes(device: Device) -> int:
     if device.is_accelerator:
         return int(torch.get_device_module(device.torch_device).max_memory_allocated(device.torch_device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def logit_chunk_elements(device: torch.device) -> int:
+    """Return how many logits to hold at once: what stays in a CPU's caches, or half a GiB of float32 elsewhere."""
+    return 2**22 if device.type == "cpu" else 2**27
+
+
+def flash_attention_available(tensor: torch.Tensor) -> bool:
+    """True when the flash-attn package is installed and can take this tensor (CUDA, half precision)."""
+    return _FLASH_INSTALLED and tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float16)
+
+
+_FLASH_INSTALLED = importlib.util.find_spec("flash_attn") is not None
 
 
 def empty_cache(device: Device) -> None:

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK_ELEMENTS = 2**22
-"""Logits held at once (C * V): 16 MiB in float32, small enough to stay in a CPU's cache hierarchy."""
+from verl.workers.device import logit_chunk_elements
 
 
 def token_statistics(
@@ -24,14 +23,14 @@ def token_statistics(
     temperature: float = 1.0,
     bias: Tensor | None = None,
     softcap: float | None = None,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_elements: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (log-probs [N], entropies [N]) in float32, in nats, of softmax(logits / temperature).
 
     hidden [N, E], weight [V, E], targets [N] int64, bias [V]; ``softcap`` c replaces z by c * tanh(z / c) before the
-    temperature. Gradients flow from both outputs to hidden, weight and bias.
+    temperature; at most ``chunk_elements`` logits exist at once (None: by device). Gradients flow from both outputs to hidden, weight and bias.
     """
-    chunk = max(1, chunk_elements // weight.shape[0])
+    chunk = max(1, (chunk_elements or logit_chunk_elements(hidden.device)) // weight.shape[0])
     result: tuple[Tensor, Tensor] = _TokenStatistics.apply(hidden, weight, bias, targets, temperature, softcap, chunk)
     return result
 

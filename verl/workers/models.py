@@ -57,7 +57,7 @@ def load_causal_lm(path: str, *, attention: str, trust_remote_code: bool, seed: 
                 torch.manual_seed(seed)
                 model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
         else:
-            model, report = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path,
                 attn_implementation=attention,
                 dtype=torch.float32,
@@ -65,6 +65,7 @@ def load_causal_lm(path: str, *, attention: str, trust_remote_code: bool, seed: 
                 output_loading_info=True,
                 **options,
             )
+            model, report = loaded
             _refuse_missing(path, report["missing_keys"])
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot load a causal LM from {path}: {error}") from error
@@ -113,7 +114,7 @@ class PackedModel(nn.Module):
     @property
     def body(self) -> nn.Module:
         """The model without its language head."""
-        return self.model if self.value_head is not None else cast(nn.Module, self.model.base_model)
+        return self.model if self.value_head is not None else self.model.base_model
 
     def forward(
         self,

@@ -128,7 +128,8 @@ def _muon_and_adamw(module: nn.Module, spec: OptimSpec) -> list[torch.optim.Opti
     """Muon for the two-dimensional weights inside the layers; embeddings, heads and vectors stay with AdamW."""
     tables = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
     heads = {id(p) for name, p in module.named_parameters() if name.endswith(("lm_head.weight", "value_head.weight"))}
-    matrices, rest = [], []
+    matrices: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
     for parameter in module.parameters():
         is_matrix = parameter.ndim == 2 and id(parameter) not in tables | heads
         (matrices if is_matrix else rest).append(parameter)
