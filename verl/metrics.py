@@ -110,6 +110,9 @@ METRICS: tuple[Metric, ...] = (
     ),
     *_rows(
         Reduction.LAST,
+        ("sft/loss", "nats/token", "supervised training: weighted negative log-likelihood of a batch"),
+        ("sft/val_loss", "nats/token", "the same on the held-out rows"),
+        ("sft/*", "", "other figures of supervised training"),
         ("data/epoch", "epochs", "passes over the training prompts so far"),
         ("rollout/*", "", "figures of the rollout engines of this step"),
         ("val/*", "", "evaluation figures of the task (greedy, all rows); ``val/score`` chooses the best checkpoint"),

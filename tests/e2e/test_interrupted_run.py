@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 Start = Callable[[list[str]], "subprocess.Popen[str]"]
 Run = Callable[[list[str]], dict[str, Any]]
 STEPS = 6
-SLOW_KILLS = 10
 SETTINGS = (
     f"trainer.total_training_steps={STEPS}",
     "trainer.save_freq=1",
@@ -44,12 +43,11 @@ def in_folder(arguments: list[str], folder: Path) -> list[str]:
     return [*arguments, f"trainer.default_local_dir={folder}"]
 
 
-def kill_when(start: Start, arguments: list[str], moment: Callable[[float], bool]) -> bool:
-    """Start a run and SIGKILL it at the first moment that is true of its age in seconds; False when it ended before."""
+def kill_when(start: Start, arguments: list[str], moment: Callable[[], bool]) -> bool:
+    """Start a run and SIGKILL it at the first moment that is true; False when it ended before."""
     with start(arguments) as process:
-        born = time.monotonic()
         while process.poll() is None:
-            if moment(time.monotonic() - born):
+            if moment():
                 process.kill()
                 process.communicate()
                 return True
@@ -59,9 +57,26 @@ def kill_when(start: Start, arguments: list[str], moment: Callable[[float], bool
     return False
 
 
-def is_saving(folder: Path) -> bool:
-    """True while a checkpoint is being written."""
-    return any(not (path / "COMPLETE").exists() for path in folder.glob("global_step_*"))
+def saves(folder: Path) -> set[Path]:
+    """Return the checkpoint folders, complete or not."""
+    return set(folder.glob("global_step_*"))
+
+
+def while_saving(folder: Path, skip: int) -> Callable[[], bool]:
+    """A new checkpoint has files and is not complete, after ``skip`` others of this session."""
+    known = saves(folder)
+
+    def moment() -> bool:
+        new = saves(folder) - known
+        return len(new) > skip and any(not (path / "COMPLETE").exists() and any(path.iterdir()) for path in new)
+
+    return moment
+
+
+def after_rollout(folder: Path, step: int, delay_s: float) -> Callable[[], bool]:
+    """``delay_s`` after the episodes of a step were written: somewhere in scoring, update, publishing, saving."""
+    path = folder / "rollouts" / f"step_{step}.jsonl"
+    return lambda: path.exists() and time.time() > path.stat().st_mtime + delay_s
 
 
 def assert_same_run(reference: Path, other: Path) -> None:
@@ -84,55 +99,47 @@ def arguments(toy_arguments: list[str]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def whole(start: Start, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
-    """An uninterrupted run: its folder, and how many seconds it lived."""
+def whole(start: Start, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    born = time.monotonic()
     complete(start, in_folder([*toy_run(tiny_model), *SETTINGS], folder))
-    return folder, time.monotonic() - born
+    return folder
 
 
-def drill(start: Start, arguments: list[str], broken: Path, lifetime: float, kills: int) -> None:
-    """Kill ``kills`` times, alternately while saving and at a random moment of the run's life, then let it end."""
-    chance = random.Random(kills)
+def drill(start: Start, arguments: list[str], broken: Path, kills: int, seed: int) -> int:
+    """Kill ``kills`` times, alternately in a step and while saving, then let the run end; return how many hit."""
+    chance = random.Random(seed)
     for attempt in range(kills):
+        done = len(list((broken / "rollouts").glob("step_*.jsonl")))
         if attempt % 2 == 0:
-            age = chance.uniform(0.3, 1.0) * lifetime
-            killed = kill_when(start, arguments, lambda lived, age=age: lived > age)
+            moment = after_rollout(broken, min(STEPS, done + chance.randint(0, 2) or 1), chance.uniform(0.0, 0.4))
         else:
-            # Another save each time, so that the run also gets on between the kills.
-            known, skip = set(broken.glob("global_step_*")), chance.randrange(3)
-            killed = kill_when(
-                start, arguments, lambda _, k=known, n=skip: len(saves(broken) - k) > n and is_saving(broken)
-            )
-        if not killed:
-            assert attempt > 0, "the run ended before the first kill"
-            return
+            moment = while_saving(broken, skip=chance.randrange(2))
+        if not kill_when(start, arguments, moment):
+            return attempt
     complete(start, arguments)
+    return kills
 
 
-def saves(folder: Path) -> set[Path]:
-    """Return the checkpoint folders, complete or not."""
-    return set(folder.glob("global_step_*"))
-
-
-def test_two_kills_one_of_them_while_saving(
-    start: Start, arguments: list[str], whole: tuple[Path, float], tmp_path: Path
-) -> None:
-    drill(start, arguments, tmp_path / "run", whole[1], kills=2)
-    assert_same_run(whole[0], tmp_path / "run")
+def test_two_kills_one_of_them_while_saving(start: Start, arguments: list[str], whole: Path, tmp_path: Path) -> None:
+    assert drill(start, arguments, tmp_path / "run", kills=2, seed=0) == 2
+    assert_same_run(whole, tmp_path / "run")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("round_", range(2))
-def test_ten_kills(start: Start, arguments: list[str], whole: tuple[Path, float], tmp_path: Path, round_: int) -> None:
-    drill(start, arguments, tmp_path / "run", whole[1], kills=SLOW_KILLS // 2 + round_)
-    assert_same_run(whole[0], tmp_path / "run")
+def test_ten_kills(start: Start, arguments: list[str], whole: Path, tmp_path: Path) -> None:
+    """Runs are drilled one after the other until ten kills have hit; each must end as the uninterrupted one."""
+    hits = 0
+    for number in range(10):
+        folder = tmp_path / f"run{number}"
+        hits += drill(start, in_folder(arguments, folder), folder, kills=min(4, 10 - hits), seed=number)
+        assert_same_run(whole, folder)
+        if hits >= 10:
+            return
+    pytest.fail(f"only {hits} kills hit a living run")
 
 
-def test_sigterm_saves_and_the_run_goes_on(
-    start: Start, arguments: list[str], whole: tuple[Path, float], tmp_path: Path
-) -> None:
+def test_sigterm_saves_and_the_run_goes_on(start: Start, arguments: list[str], whole: Path, tmp_path: Path) -> None:
     arguments, broken = [*arguments, "trainer.save_freq=-1"], tmp_path / "run"
     with start(arguments) as process:
         while not (broken / "rollouts" / "step_2.jsonl").exists() and process.poll() is None:
@@ -143,7 +150,7 @@ def test_sigterm_saves_and_the_run_goes_on(
     (saved,) = saves(broken)
     assert (saved / "COMPLETE").exists() and not (broken / "summary.json").exists()
     complete(start, arguments)
-    assert_same_run(whole[0], broken)
+    assert_same_run(whole, broken)
 
 
 def test_a_finished_run_is_not_run_again_and_can_be_made_longer(run: Run, arguments: list[str], tmp_path: Path) -> None:

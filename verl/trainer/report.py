@@ -215,15 +215,19 @@ def _facts(summary: Mapping[str, Any]) -> str:
 def comparison_table(summary: Mapping[str, Any]) -> str:
     """Return the before/after table, with bounds below it where they were measured."""
     before, after = summary["before"] or {}, summary["after"] or {}
-    lines = ["<table><tr><th></th><th>before</th><th>after</th></tr>"]
+    head = "<table><tr><th></th><th>before</th><th>after</th></tr>"
+    lines, details = [head], [head]
     for name in dict.fromkeys((*before, *after)):
         cells = "".join(f"<td>{_figure(side.get(name))}</td>" for side in (before, after))
-        lines.append(f"<tr><td>{html.escape(name)}</td>{cells}</tr>")
+        # Breakdowns and intervals have a slash in their name; there are many of them.
+        (details if "/" in name else lines).append(f"<tr><td>{html.escape(name)}</td>{cells}</tr>")
     for name, value in (summary["bounds"] or {}).items():
         lines.append(f"<tr><td>bound: {html.escape(name)}</td><td>{_figure(value)}</td><td></td></tr>")
     for name, value in (summary["gain"] or {}).items():
         lines.append(f"<tr><td>gain: {html.escape(name)}</td><td></td><td>{_figure(value)}</td></tr>")
-    return "\n".join([*lines, "</table>"])
+    if len(details) > 1:
+        details = ["<details><summary>Intervals and breakdowns</summary>", *details, "</table></details>"]
+    return "\n".join([*lines, "</table>", *(details if len(details) > 1 else [])])
 
 
 def _figure(value: Any) -> str:
