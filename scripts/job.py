@@ -248,6 +248,10 @@ def job(request: Request) -> int:
         return subprocess.run([*command, *request.overrides], env=environment(), check=False).returncode
     phases = Phases()
     say(f"recipe {request.recipe}, runs under {config.trainer.default_local_dir}")
+    url = choose_url(config.task_config.retriever.url, explicit=request.sets("retriever.url"))
+    served_here = config.job.serve_retrieval and url.is_local
+    if served_here:
+        url.reserve()
     if config.job.build_world:
         with phases.phase("world", f"building the world of seed {config.job.world_seed}"):
             build_world(config)
@@ -257,11 +261,9 @@ def job(request: Request) -> int:
             prepare_model(config)
     service = None
     try:
-        url = choose_url(config.task_config.retriever.url, explicit=request.sets("retriever.url"))
-        if config.job.serve_retrieval and url.is_local:
+        if served_here:
             with phases.phase("index", f"index of {config.job.corpus_path} in {index_folder(config)}"):
                 build_index(config)
-            url.reserve()
             service = RetrievalService(
                 url, index_folder(config), Path(str(config.job.corpus_path)), config.task_config.retriever.topk,
                 log=Path(config.job.cache_dir) / "logs" / f"retrieval-{url.port}.log", env=environment(),
@@ -279,7 +281,8 @@ def job(request: Request) -> int:
             service.stop()
             say("the retrieval service has stopped")
     if status != 0:
-        say(f"{PROGRAMS[request.command]} ended with status {status}; the same command goes on where it stopped")
+        then = "mend what it says above and start again" if status == 2 else "the same command goes on where it stopped"
+        say(f"{PROGRAMS[request.command]} ended with status {status}; {then}")
         return status if status > 0 else 128 - status
     *lines, path = written.strip().splitlines() or [""]
     summary = Path(path)
