@@ -1,0 +1,1 @@
+"""Programs: the training loop and the entry points built around it."""
