@@ -52,5 +52,4 @@ def test_two_ranks_equal_one(tmp_path: Path) -> None:
     one = train(model, rows, tmp_path / "one")
     for view in run_ranks(2, train, tmp_path / "ranks", model, rows, tmp_path / "two"):
         assert view["adamw"] == pytest.approx(one["adamw"], rel=1e-4)
-        # Muon orthogonalises in bfloat16, where the order of a sum shows.
-        assert view["muon"] == pytest.approx(one["muon"], rel=2e-2)
+        assert view["muon"] == pytest.approx(one["muon"], rel=1e-3)

@@ -57,6 +57,7 @@ def train_and_save(model: Path, out: Path) -> dict[str, Any]:
     shown["log_probs"] = worker.log_probs(samples)
     shown["figures"] = [worker.update(samples) for _ in range(3)]
     shown["weights"] = full(worker)
+    shown["low_precision"] = low_precision(model, samples)
     shown["manifest"] = worker.publish(3, str(out / "channel"))
     worker.save(out / "policy")
     worker.export(out / "hf")
@@ -66,6 +67,14 @@ def train_and_save(model: Path, out: Path) -> dict[str, Any]:
     shown["critic_figures"] = [critic.update(samples) for _ in range(3)]
     shown["values"] = critic.values(samples)
     return shown
+
+
+def low_precision(model: Path, samples: list[Sample]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return the weights of a bfloat16 worker before and after it scored samples."""
+    worker = policy(model, "actor_rollout_ref.model.dtype=bfloat16")
+    before = full(worker)
+    worker.log_probs(samples)
+    return before, full(worker)
 
 
 def load_and_continue(model: Path, saved: Path) -> dict[str, Any]:
@@ -149,6 +158,15 @@ def test_checkpoint_of_one_rank_continues_on_three(model: Path, one: Any, tmp_pa
     for view in run_ranks(3, load_and_continue, tmp_path, model, one[1]):
         assert_same_weights(view["weights"], one[0]["weights"], 1e-7)
         assert view["fourth"]["policy/loss"] == pytest.approx(one[0]["fourth"]["policy/loss"], rel=1e-4)
+
+
+def test_weights_read_after_a_scoring_pass_are_the_float32_masters(two: Any) -> None:
+    for view in two[0]:
+        before, after = view["low_precision"]
+        assert before.keys() == after.keys()
+        for name, tensor in before.items():
+            assert tensor.dtype is torch.float32
+            assert torch.equal(after[name], tensor), name
 
 
 def test_published_weights_are_those_of_the_group(two: Any) -> None:

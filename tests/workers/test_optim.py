@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from verl.errors import ConfigError
 from verl.workers.models import PackedModel
+from verl.workers.muon import Muon, orthogonalise
 from verl.workers.optim import OptimSpec, build_optimizers, lr_factor
 
 
@@ -93,3 +94,33 @@ def test_one_adamw_step_by_hand(tmp_path: Path) -> None:
     # decoupled decay 2 * (1 - 0.1 * 0.5) = 1.9, then a first Adam step of exactly the rate
     assert module.weight.item() == pytest.approx(1.8, abs=1e-6)
     assert module.weight.grad is None
+
+
+def test_orthogonalised_matrices_have_singular_values_near_one() -> None:
+    torch.manual_seed(0)
+    values = torch.linalg.svdvals(orthogonalise(torch.randn(3, 8, 20)))
+    assert values.min() > 0.6
+    assert values.max() < 1.3
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (4, 12), (12, 4)])
+def test_muon_follows_torchs_up_to_its_bfloat16(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    start = torch.randn(shape)
+    mine, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    optimizers = (
+        Muon([mine], lr=0.1, weight_decay=0.3),
+        torch.optim.Muon([theirs], lr=0.1, weight_decay=0.3),
+    )
+    for _ in range(4):
+        gradient = torch.randn(shape)
+        for parameter, optimizer in zip((mine, theirs), optimizers, strict=True):
+            parameter.grad = gradient.clone()
+            optimizer.step()
+    moved = (theirs.detach() - start).norm()
+    assert float((mine - theirs).detach().norm() / moved) < 0.02
+
+
+def test_muon_refuses_vectors() -> None:
+    with pytest.raises(ValueError, match=r"shape \(3,\)"):
+        Muon([torch.nn.Parameter(torch.zeros(3))], lr=0.1)

@@ -113,7 +113,15 @@ class Engine:
         self.module.eval()
         with torch.no_grad():
             first, second = self.forward(batch, temperature)
+        self._reshard()
         return first.float().cpu(), second.float().cpu()
+
+    def _reshard(self) -> None:
+        """Free gathered parameters. After a forward pass without backward FSDP2 would keep the root's, in the compute
+        type, where the next reader of the weights expects float32 shards."""
+        for child in self.module.modules():
+            if isinstance(child, FSDPModule):
+                child.reshard()
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """Accumulate the gradient of ``loss``; ``last`` marks the final micro-batch before ``step``."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from verl.errors import ConfigError
 from verl.registry import Registry
+from verl.workers.muon import Muon
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ def _muon_and_adamw(module: nn.Module, spec: OptimSpec) -> list[torch.optim.Opti
         (matrices if is_matrix else rest).append(parameter)
     if not matrices:
         raise ConfigError("optim.name=muon: the model has no two-dimensional weights besides its embeddings")
-    muon = torch.optim.Muon(matrices, lr=spec.matrix_lr, weight_decay=spec.weight_decay)
+    muon = Muon(matrices, lr=spec.matrix_lr, weight_decay=spec.weight_decay)
     return [muon, _adamw(rest, spec)]
 
 

@@ -83,7 +83,7 @@ class PolicyWorker:
             self.device,
         )
         self.engine.offload()
-        if self.config.uses_reference:
+        if self.config.uses_reference and not self.config.trainer.val_only:
             self._reference = Engine(
                 EngineSpec(
                     model_path=config.model.path,
