@@ -271,6 +271,23 @@ def test_loaded_weights_replace_the_old_ones_and_stamp_the_version(
     assert after.token_ids == generate(make_engine(folder=other), [request])[0].token_ids
 
 
+def test_nothing_computed_with_the_old_weights_survives_a_load(make_engine: MakeEngine, tmp_path: Path) -> None:
+    other = make_folder(tmp_path / "other", seed=1)
+    engine, greedy = make_engine(), Sampling(8, temperature=0.0)
+
+    async def two_turns() -> tuple[list[int], Completion]:
+        with engine.session(0) as session:
+            first = await session.generate([5, 6, 7], greedy)
+            engine.load_weights(iter(weights_of(other).items()), version=1)
+            context = [5, 6, 7, *first.token_ids, 8, 9]
+            return context, await session.generate(context, greedy)
+
+    context, second = asyncio.run(two_turns())
+    (expected,) = generate(make_engine(folder=other), [(context, greedy)])
+    assert second.token_ids == expected.token_ids
+    assert second.logprobs == pytest.approx(expected.logprobs, abs=2e-5)
+
+
 def test_a_load_that_breaks_off_makes_the_engine_unusable_until_a_full_one(
     make_engine: MakeEngine, model_folder: Path
 ) -> None:

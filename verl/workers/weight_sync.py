@@ -204,4 +204,4 @@ def _load(manifest: WeightManifest, entry: WeightEntry) -> Tensor:
 
 
 def _checksum(tensor: Tensor) -> int:
-    return zlib.crc32(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
+    return zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
