@@ -69,6 +69,21 @@ def test_log_probs_equal_plain_transformers(folder: Path, temperature: float) ->
     assert [s.ref_logprobs for s in reference] == [s.old_logprobs for s in filled], "at the start they are one model"
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("actor_rollout_ref.rollout.log_prob_micro_batch_size=1",),
+        ("actor_rollout_ref.actor.use_dynamic_bsz=true", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1024"),
+    ],
+)
+def test_scores_and_their_order_do_not_depend_on_micro_batches(folder: Path, overrides: tuple[str, ...]) -> None:
+    samples = make_samples(7)
+    wanted, got = policy(folder).log_probs(samples), policy(folder, *overrides).log_probs(samples)
+    for left, right in zip(fill(samples, "old_logprobs", [wanted]), fill(samples, "old_logprobs", [got]), strict=True):
+        assert left.old_logprobs == pytest.approx(right.old_logprobs, abs=1e-6)
+    assert got.metrics["policy/entropy"] == pytest.approx(wanted.metrics["policy/entropy"], rel=1e-6)
+
+
 def test_update_figures_equal_a_plain_recomputation(folder: Path) -> None:
     samples = make_samples(6)
     worker = policy(
@@ -197,6 +212,22 @@ def test_resumed_training_is_bit_equal_to_uninterrupted(folder: Path, tmp_path: 
         }
     for (name, left), (_, right) in zip(whole.named_full_tensors(), resumed.named_full_tensors(), strict=True):
         assert torch.equal(left, right), name
+
+
+def test_saving_before_the_first_update_changes_nothing(folder: Path, tmp_path: Path) -> None:
+    """As in a critic's warm-up, while the policy waits."""
+    samples = make_samples(8)
+    plain, saved, loaded = (policy(folder) for _ in range(3))
+    saved.save(tmp_path / "policy")
+    loaded.load(tmp_path / "policy")
+    for worker in (plain, saved, loaded):
+        for _ in range(2):
+            worker.update(samples)
+    for (name, wanted), (_, a), (_, b) in zip(
+        *(worker.named_full_tensors() for worker in (plain, saved, loaded)), strict=True
+    ):
+        assert torch.equal(a, wanted), name
+        assert torch.equal(b, wanted), name
 
 
 def test_a_folder_without_state_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -221,6 +221,7 @@ class Engine:
         state = {"model": model_state, "optimizer": optimizer_state, "update": torch.tensor(self.update)}
         with _quiet_alone():
             dcp.save(state, checkpoint_id=folder, no_dist=self._alone)
+        self._forget_invented_state()
         torch.save(devices.rng_state(self.device), folder / f"rng_{self.device.rank}.pt")
         devices.barrier(self.device)
 
@@ -244,9 +245,17 @@ class Engine:
             options=StateDictOptions(strict=True),
         )
         self.update = int(state["update"])
+        self._forget_invented_state()
         rng = folder / f"rng_{self.device.rank}.pt"
         if rng.is_file():
             devices.restore_rng(self.device, torch.load(rng, weights_only=True))
+
+    def _forget_invented_state(self) -> None:
+        """Before the first update torch makes up an optimiser state by a step without gradients; its step count of 1
+        would change the bias correction of the first real update."""
+        if self.update == 0:
+            for part in self._optimizer_parts():
+                part.state.clear()
 
     def _optimizer_parts(self) -> list[torch.optim.Optimizer]:
         return [] if self.optimizers is None else self.optimizers.parts
