@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -180,7 +180,7 @@ def _mean(values: list[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-_REDUCERS = {
+_REDUCERS: dict[Reduction, Callable[[list[float]], float]] = {
     Reduction.MEAN: _mean,
     Reduction.SUM: math.fsum,
     Reduction.MAX: max,

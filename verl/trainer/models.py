@@ -46,7 +46,8 @@ class WorkerModels:
             columns.append(("values", self._critic, self._critic.submit("values", samples)))
         if self._config.uses_reference:
             columns.append(("ref_logprobs", self._policy, self._policy.submit("reference_log_probs", samples)))
-        scored, figures = list(samples), {}
+        scored = list(samples)
+        figures: dict[str, float] = {}
         for column, group, handle in columns:
             shares: list[ScoredRows] = group.wait(handle)
             scored = fill(scored, column, shares)
