@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from rollout_models import EOS, id_of, make_folder
-from transformers import AutoModelForCausalLM
+from rollout_models import EOS, build_tokenizer, id_of, make_folder
+from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig
 
 from verl.errors import EngineError, ModelError
 from verl.types import Completion, Sampling
@@ -361,6 +361,27 @@ def test_a_half_precision_engine_stays_near_the_full_forward_pass(make_engine: M
     expected = reference_logprobs(model_folder, ids, completion.token_ids, 1.0)
     chosen = expected.gather(-1, torch.tensor(completion.token_ids).unsqueeze(-1)).squeeze(-1)
     assert float((torch.tensor(completion.logprobs) - chosen).abs().mean()) < 0.1
+
+
+def test_architectures_that_decode_otherwise_are_refused_at_load(tmp_path: Path) -> None:
+    """Scaled logits and soft-capped attention scores: sampling would be from another distribution than trained on."""
+    shape = {
+        "vocab_size": len(build_tokenizer()),
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 64,
+        "head_dim": 8,
+    }
+    configs = {"scaled": GraniteConfig(**shape, logits_scaling=4.0), "capped": Gemma2Config(**shape)}
+    for name, config in configs.items():
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / name)
+        build_tokenizer().save_pretrained(tmp_path / name)
+    with pytest.raises(ModelError, match=r"Granite.*differs from the model's forward pass"):
+        HfEngine(str(tmp_path / "scaled"))
+    with pytest.raises(ModelError, match="softcap"):
+        HfEngine(str(tmp_path / "capped"))
 
 
 def test_a_folder_without_tokenizer_or_with_pickled_weights_is_refused(tmp_path: Path, model_folder: Path) -> None:

@@ -118,10 +118,14 @@ def _slot_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     slot_plan: _Plan | None = None,
-    **_: Any,
+    **extra: Any,
 ) -> tuple[Tensor, None]:
     """Write the new keys and values into their slots, then attend: query [n, H*G, T, D] -> [n, T, H*G, D]."""
     assert slot_plan is not None, "the slot attention works inside SlotModel only"
+    for name in ("softcap", "s_aux", "position_bias"):
+        # The comparison at load could miss these: on short sequences of small scores they change little.
+        if extra.get(name) is not None:
+            raise ModelError(f"{type(module).__name__} uses {name} in its attention; the hf rollout engine has no such")
     plan, (rows, heads, width, head_dim) = slot_plan, key.shape
     buffer = plan.cache.reserve(plan.first + rows, plan.length)
     keys, values = buffer[module.layer_idx, :, plan.first : plan.first + rows]  # type: ignore[index]
