@@ -1,6 +1,7 @@
 """The types that flow between task, rollout and trainer, and the protocols at the seams.
 
-Conversation -> Prompt -> (episode) -> Trajectory -> (rewards) -> Group -> Sample -> (advantage) -> MicroBatch -> StepStats
+Conversation -> Prompt -> (episode) -> Trajectory -> (rewards) -> Group -> Sample -> (advantage) -> MicroBatch
+-> StepStats
 
 Legend of lengths: P prompts of a step, G samples per prompt, N = P * G trajectories, L tokens of one trajectory,
 S tokens of one segment. Nothing here imports torch, ray, vllm or transformers.
@@ -96,7 +97,7 @@ class Reward:
     parts: Mapping[str, float | None] = field(default_factory=dict)
     """Unweighted parts by name; None means that the supervision is not available for this row."""
     turn_rewards: Mapping[int, float] = field(default_factory=dict)
-    """The share of ``total`` that is placed on the last model token of a turn; the rest goes on the last model token."""
+    """Turn -> the share of ``total`` placed on its last model token; the rest goes on the last model token of all."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,9 @@ class Trajectory:
     def logprobs(self) -> tuple[float, ...]:
         """[L] engine log-probs, 0.0 where the mask is false."""
         return tuple(
-            value for s in self.segments for value in (s.logprobs if s.logprobs is not None else (0.0,) * len(s.token_ids))
+            value
+            for s in self.segments
+            for value in (s.logprobs if s.logprobs is not None else (0.0,) * len(s.token_ids))
         )
 
     @cached_property
@@ -260,6 +263,12 @@ class Group:
 # Training
 
 
+# Fields of a Sample that have one entry per token, beside ``token_ids``.
+_COLUMNS = (
+    "loss_mask", "rewards", "rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Sample:
     """One trajectory as the trainer sees it: flat lists, all of length L.
@@ -295,9 +304,7 @@ class Sample:
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
-        for name in (
-            "loss_mask rewards rollout_logprobs old_logprobs ref_logprobs values advantages returns".split()
-        ):
+        for name in _COLUMNS:
             column = getattr(self, name)
             if column is not None and len(column) != length:
                 raise ValueError(f"sample {self.sample_id}: {name} has length {len(column)}, token_ids {length}")
