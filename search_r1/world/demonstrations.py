@@ -3,8 +3,10 @@
 A row is ``{"segments": [[origin, text], ...]}`` with origin ``prompt``, ``env`` or ``model``; only ``model`` text is
 learned. Every segment is tokenised on its own, as the environment does. All names come from the ``practice`` split.
 
-Three sorts of rows:
+Five sorts of rows, from dense practice to the real thing:
 
+* copying: words said twice;
+* recall: some passages, then all their facts again in another order, only the values learned;
 * reading: some passages, then many (query, sentence, answer) triples about them. Looking up a value by entity *and*
   attribute is what a small model learns last, and one episode shows it only once;
 * rewriting: a conversation and the first turn, without the long passages;
@@ -14,7 +16,7 @@ Three sorts of rows:
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from search_r1.prompts import compact
@@ -24,6 +26,7 @@ from search_r1.world.ontology import cue, full_question
 
 GOLD, RAW, WRONG = "gold", "raw", "wrong"
 N_DOCUMENTS = 3
+_SORTS = ("copying", "recall", "reading", "rewriting", "episode")
 
 Segment = tuple[str, str]
 Row = dict[str, list[Segment]]
@@ -36,6 +39,19 @@ class ModeWeights:
     gold: float
     raw: float
     wrong: float
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Relative frequencies: of the sorts of rows, of 1, 2 and 3 passages to read, and of the modes of an episode."""
+
+    copying: float = 0.0
+    recall: float = 0.0
+    reading: float = 0.0
+    rewriting: float = 0.0
+    episode: float = 0.0
+    documents: tuple[float, float, float] = (0.1, 0.2, 0.7)
+    modes: ModeWeights = ModeWeights(1.0, 0.0, 0.0)
 
 
 def chat(content: str) -> str:
@@ -79,6 +95,33 @@ class Demonstrator:
         for entity in world.entities:
             self._namesakes.setdefault(entity.stem, []).append(entity)
 
+    def row(self, mixture: Mixture) -> Row:
+        """One row of a sort drawn from ``mixture``."""
+        rng = self._rng
+        shares = {name: getattr(mixture, name) for name in _SORTS}
+        sort = rng.choices(list(shares), list(shares.values()))[0]
+        n_documents = rng.choices((1, 2, 3), mixture.documents)[0]
+        if sort == "copying":
+            return self.copying(rng.randint(10, 30))
+        if sort == "recall":
+            return self.recall(n_documents)
+        if sort == "reading":
+            return self.reading(n_documents, n_questions=10)
+        if sort == "rewriting":
+            return self.rewriting()
+        return self.episode(mixture.modes)
+
+    def copying(self, n_words: int) -> Row:
+        """``n_words`` words of the world in random order, said twice: what copying is, without anything else."""
+        rng = self._rng
+        words: list[str] = []
+        while len(words) < n_words:
+            entity = rng.choice(self._world.entities)
+            fact = rng.choice(entity.facts)
+            words += rng.sample([entity.name, fact.attribute.noun, fact.value, entity.stem], 2)
+        text = " ".join(["", *words])
+        return {"segments": [("env", text), ("model", text)]}
+
     def recall(self, n_documents: int) -> Row:
         """``n_documents`` passages, then all their facts again in another order, only the values learned.
 
@@ -113,28 +156,32 @@ class Demonstrator:
         turns = write_conversation(self._world, self._rng)
         return turns, [line for turn in turns for line in (turn.question, turn.answer)]
 
-    def rewriting(self, mode: str = GOLD) -> Row:
-        """A random turn of a random conversation: prompt and first turn."""
+    def rewriting(self) -> Row:
+        """A random turn of a random conversation: prompt and first turn, resolved as it should be."""
         turns, lines = self.conversation()
         i = self._rng.randrange(len(turns))
-        return {"segments": self._opening(turns, lines, i, mode)}
+        return {"segments": self._opening(turns, lines, i, GOLD, self._wrong_entity(turns, i))}
 
     def episode(self, weights: ModeWeights) -> Row:
         """A whole episode whose query was issued in a mode drawn from ``weights``."""
         turns, lines = self.conversation()
         i = self._rng.randrange(len(turns))
+        turn, wrong = turns[i], self._wrong_entity(turns, i)
         mode = self._rng.choices((GOLD, RAW, WRONG), (weights.gold, weights.raw, weights.wrong))[0]
-        segments = self._opening(turns, lines, i, mode)
-        turn = turns[i]
-        named = turn.entity.name in turn.question
-        documents = self._retrieved(turn.entity, turn.fact, hit=mode == GOLD or (mode == RAW and named))
-        segments.append(("env", information(documents)))
-        segments.append(("model", final_turn(*self._evidence(turn, documents))))
-        return {"segments": segments}
+        about = wrong if mode == WRONG else turn.entity
+        found = mode != RAW or turn.entity.name in turn.question
+        documents = self._retrieved(about, turn.fact, hit=found)
+        return {
+            "segments": [
+                *self._opening(turns, lines, i, mode, wrong),
+                ("env", information(documents)),
+                ("model", final_turn(*self._evidence(turn, documents))),
+            ]
+        }
 
-    def _opening(self, turns: list[Turn], lines: list[str], i: int, mode: str) -> list[Segment]:
+    def _opening(self, turns: list[Turn], lines: list[str], i: int, mode: str, wrong: Entity) -> list[Segment]:
         prompt = chat(compact(lines[: 2 * i], turns[i].question))
-        return [("prompt", prompt), ("model", first_turn(mode, turns[i], self._wrong_entity(turns, i)))]
+        return [("prompt", prompt), ("model", first_turn(mode, turns[i], wrong))]
 
     def _wrong_entity(self, turns: list[Turn], i: int) -> Entity:
         """Another entity of the conversation so far, the latest first; any entity when there is none."""
@@ -170,27 +217,3 @@ class Demonstrator:
         found = others[: N_DOCUMENTS - 1]
         found.insert(0 if rng.random() < 0.5 else rng.randrange(N_DOCUMENTS), entity)
         return found
-
-
-def mixed_rows(
-    demonstrator: Demonstrator,
-    n_rows: int,
-    shares: Mapping[str, float],
-    weights: ModeWeights,
-    rng: random.Random,
-    documents: tuple[float, float, float] = (0.1, 0.2, 0.7),
-) -> Iterator[Row]:
-    """``n_rows`` rows drawn from ``shares`` over ``reading``, ``rewriting`` and ``episode``."""
-    names, probabilities = list(shares), list(shares.values())
-    for _ in range(n_rows):
-        sort = rng.choices(names, probabilities)[0]
-        if sort == "recall":
-            yield demonstrator.recall(rng.choices((1, 2, 3), documents)[0])
-        elif sort == "reading":
-            yield demonstrator.reading(rng.choices((1, 2, 3), documents)[0], 10)
-        elif sort == "rewriting":
-            yield demonstrator.rewriting()
-        elif sort == "episode":
-            yield demonstrator.episode(weights)
-        else:
-            raise KeyError(f"unknown sort of row {sort!r}; known: recall, reading, rewriting, episode")

@@ -1,7 +1,7 @@
 """The kinds of things of the synthetic encyclopedia, their attributes and how people ask for them.
 
 Two conventions make the world readable for a model of a million parameters and are kept everywhere:
-the kind word comes before the stem ("Fort Torva"), and the value comes last ("Fort Torva has the warden Nazel.").
+the kind word comes before the stem ("Fort Torva"), and the value comes last ("Fort Torva has warden Nazel.").
 A causal model can then tell what a token is from what stands to its left.
 """
 
@@ -135,7 +135,7 @@ KIND_BY_WORD: dict[str, Kind] = {kind.word: kind for kind in KINDS}
 
 def cue(noun: str, name: str) -> str:
     """The sentence up to its value."""
-    return f"{name} has the {noun}"
+    return f"{name} has {noun}"
 
 
 def statement(noun: str, name: str, value: str) -> str:
