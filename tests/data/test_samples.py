@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from training_cases import make_samples, make_trajectory
 
 from verl.data.batch import Scored, pack_batch, scored, unpack
-from verl.data.samples import ScoredRows, assemble, fill
+from verl.data.samples import ScoredRows, assemble, fill, permute_rewards
 from verl.types import Origin, Reward, Segment, StopReason, Trajectory
 
 
@@ -127,3 +128,23 @@ def test_fill_wants_every_sample_exactly_once() -> None:
         fill(samples, "values", [ScoredRows((rows[0],))])
     with pytest.raises(ValueError, match="twice"):
         fill(samples, "values", [ScoredRows((rows[0],)), ScoredRows((rows[0],))])
+
+
+def test_permuted_rewards_come_from_other_prompts_and_keep_their_distribution() -> None:
+    made = [
+        replace(episode(PROMPT, model(1), reward=Reward(10.0 * prompt + sample)), prompt_id=f"p{prompt}")
+        for prompt in range(5)
+        for sample in range(2)
+    ]
+    failed = replace(made[0], stop=StopReason.ABORTED, prompt_id="p9")
+    permuted = permute_rewards([*made, failed], seed=3)
+    totals = [trajectory.reward.total for trajectory in permuted[:-1] if trajectory.reward is not None]
+    assert sorted(totals) == [0, 1, 10, 11, 20, 21, 30, 31, 40, 41]
+    assert all(total // 10 != index // 2 for index, total in enumerate(totals))
+    assert permuted[-1] is failed
+    assert permuted == permute_rewards([*made, failed], seed=3) != permute_rewards([*made, failed], seed=4)
+
+
+def test_rewards_of_a_single_prompt_cannot_be_permuted() -> None:
+    with pytest.raises(ValueError, match="one of 1 prompts has 2 of 2 episodes"):
+        permute_rewards([episode(PROMPT, model(1))] * 2, seed=0)

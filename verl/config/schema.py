@@ -266,6 +266,8 @@ class AlgorithmConfig(Section):
     kl_ctrl: KlCtrlConfig = KlCtrlConfig()
     whiten: bool = True
     """Whiten GAE advantages over all model tokens of the step. Ours."""
+    permute_rewards: bool = False
+    """Control experiment: every trajectory gets another prompt's reward, so that no gain may appear. Ours."""
 
 
 class TrainerConfig(Section):

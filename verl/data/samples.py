@@ -6,11 +6,12 @@ Every episode that does not reach the loss is counted here, by reason, and nowhe
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from verl.types import Origin, Sample, Trajectory
+from verl.types import Origin, Reward, Sample, Trajectory
 
 FAILED = "failed"
 NO_MODEL_TOKENS = "no_model_tokens"
@@ -50,6 +51,33 @@ def assemble(trajectories: Sequence[Trajectory]) -> Assembled:
         else:
             drops[reason] += 1
     return Assembled(samples, dict(drops))
+
+
+def permute_rewards(trajectories: Sequence[Trajectory], seed: int) -> list[Trajectory]:
+    """Give every trajectory the reward of another prompt's: the control in which nothing can be learned.
+
+    The usable trajectories are laid out prompt after prompt, in a seeded order of prompts, and the rewards move on by
+    the size of the largest group, so that none stays with its prompt. Rewards keep their distribution; their turn
+    shares are gone. Raises ValueError when one prompt has more than half of them.
+    """
+    by_prompt: dict[str, list[int]] = {}
+    for index, trajectory in enumerate(trajectories):
+        if _unusable(trajectory) is None:
+            by_prompt.setdefault(trajectory.prompt_id, []).append(index)
+    prompts = sorted(by_prompt)
+    random.Random(seed).shuffle(prompts)
+    order = [index for prompt in prompts for index in by_prompt[prompt]]
+    shift = max(map(len, by_prompt.values()), default=0)
+    if 2 * shift > len(order):
+        raise ValueError(
+            f"rewards cannot be permuted: one of {len(prompts)} prompts has {shift} of {len(order)} episodes"
+        )
+    result = list(trajectories)
+    for place, index in enumerate(order):
+        reward = trajectories[order[(place + shift) % len(order)]].reward
+        assert reward is not None
+        result[index] = trajectories[index].with_reward(Reward(reward.total, {"permuted": reward.total}))
+    return result
 
 
 def _unusable(trajectory: Trajectory) -> str | None:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from verl.algorithms.advantages import estimate
 from verl.algorithms.kl import KlController
 from verl.data.prompts import PromptStream
-from verl.data.samples import Assembled, assemble
+from verl.data.samples import Assembled, assemble, permute_rewards
 from verl.errors import HealthError
 from verl.metrics import StepMetrics
 from verl.timing import Stopwatch
@@ -26,7 +26,7 @@ from verl.trainer.evaluate import Evaluation, Evaluator, Generates
 from verl.trainer.run_folder import RunFolder, write_records
 from verl.trainer.signals import StopRequest
 from verl.trainer.step_figures import add_advantage_figures, add_episode_figures, add_sample_figures
-from verl.types import Sample, Trajectory
+from verl.types import Sample, Trajectory, episode_seed
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +98,8 @@ class TrainingLoop:
                 trajectories = self._rollout(step)
             rolling = parts.rollouts.figures()
             add_episode_figures(trajectories, figures)
+            if self.config.algorithm.permute_rewards:
+                trajectories = permute_rewards(trajectories, episode_seed(self.config.trainer.seed, step, "permute", 0))
             batch = assemble(trajectories)
             self._check_batch(step, batch, figures)
             with watch.phase("score"):
