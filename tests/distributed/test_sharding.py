@@ -17,7 +17,13 @@ from verl.workers.critic import CriticWorker
 from verl.workers.passes import Limit, UpdatePlan, _mini_batch
 from verl.workers.policy import PolicyWorker
 
-KL_LOSS = ("actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.entropy_coeff=0.01")
+#: Every term of the loss, weighed so that a dummy micro-batch that counted would show.
+ALL_TERMS = (
+    "actor_rollout_ref.actor.use_kl_loss=true",
+    "actor_rollout_ref.actor.kl_loss_type=mse",
+    "actor_rollout_ref.actor.kl_loss_coef=0.5",
+    "actor_rollout_ref.actor.entropy_coeff=0.1",
+)
 #: Ways to cut the same mini-batch: by sequences, by tokens (many bins), all in one.
 LIMITS = (Limit(False, 0, 1), Limit(False, 0, 6), Limit(True, 40, 0), Limit(True, 100_000, 0))
 N_SAMPLES = 11
@@ -25,7 +31,7 @@ N_SAMPLES = 11
 
 
 def policy(folder: Path, *overrides: str) -> PolicyWorker:
-    worker = PolicyWorker(run_config(folder, *KL_LOSS, *overrides), total_steps=10)
+    worker = PolicyWorker(run_config(folder, *ALL_TERMS, *overrides), total_steps=10)
     worker.setup()
     return worker
 
