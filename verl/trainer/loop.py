@@ -119,7 +119,7 @@ class TrainingLoop:
             figures.merge(produced)
         self._control_kl(figures, len(samples))
         self.watch.absorb(watch)
-        evaluation = self._evaluate(step) if self._evaluation_due(step) else None
+        evaluation = self._evaluate(step, watch) if self._evaluation_due(step) else None
         self._finish_step(watch, figures, evaluation)
 
     # -----------------------------------------------------------------------------------------------------------
@@ -165,9 +165,15 @@ class TrainingLoop:
         if divergence is not None:
             self.parts.kl.update(divergence, n)
 
-    def _evaluate(self, step: int) -> Evaluation:
-        with self.watch.phase("evaluate"):
-            return self.parts.evaluator.run(step)
+    def _evaluate(self, step: int, watch: Stopwatch | None = None) -> Evaluation:
+        """Evaluate; the seconds go to the run and, when given, to the step's ``watch``."""
+        own = Stopwatch()
+        with own.phase("evaluate"):
+            evaluation = self.parts.evaluator.run(step)
+        for other in (self.watch, watch):
+            if other is not None:
+                other.absorb(own)
+        return evaluation
 
     def _measure_bounds(self, only_at: int) -> None:
         """Run the task's fixed pipelines with the weights of this step: the same reader, another query."""
@@ -188,8 +194,11 @@ class TrainingLoop:
         figures.add("progress/remaining", self._remaining())
         row = figures.result() | watch.metrics() | ({} if evaluation is None else evaluation.metrics())
         if self._save_due(self.step):
-            with self.watch.phase("save"):
+            saving = Stopwatch()
+            with saving.phase("save"):
                 self._save(row, evaluation)
+            self.watch.absorb(saving)
+            row |= saving.metrics()
         self.parts.tracker.log(self.step, row)
 
     def _remaining(self) -> float:

@@ -14,8 +14,9 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from verl.config import RunConfig, describe, load_config
+from verl.config import describe, load_config
 from verl.errors import ChatR1Error, ConfigError
 from verl.trainer.checkpoint import is_disk_full
 
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None, defaults: Sequence[str] = ()) -
         # Imported here, so that --check and configuration mistakes need no torch.
         from verl.trainer.session import run_session
 
-        summary = run_session(config, recipe=name)
+        summary = run_session(config, recipe=Path(name).stem)
         sys.stdout.write(f"{summary}\n")
         return 0
     except ChatR1Error as error:
@@ -77,8 +78,6 @@ def set_up_logging() -> None:
         logging.getLogger(ours).setLevel(logging.INFO)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-
-__all__ = ["RunConfig", "main", "set_up_logging", "split_arguments"]
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -65,6 +65,7 @@ def _draw(curve: Curve, rows: Sequence[Mapping[str, Any]]) -> bytes | None:
     # The object interface, not pyplot: no global state, no window system.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     names = [name for pattern in curve.metrics for name in _expand(pattern, rows)]
     lines = [(name, column(rows, name)) for name in names]
@@ -79,6 +80,7 @@ def _draw(curve: Curve, rows: Sequence[Mapping[str, Any]]) -> bytes | None:
         axes.plot(steps, values, label=name, linewidth=1.4, marker="o" if len(points) < 15 else None, markersize=3)
     axes.set_title(curve.title, fontsize=10)
     axes.set_xlabel("step", fontsize=8)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylabel(curve.unit, fontsize=8)
     axes.tick_params(labelsize=8)
     axes.grid(alpha=0.3)
