@@ -43,7 +43,10 @@ def config_folder() -> Path:
 
 def shipped(path: str) -> str:
     """Return the absolute path of a file or folder that comes with the code (``${shipped:assets/tiny}``)."""
-    return str(Path(__file__).resolve().parents[2] / path)
+    package = Path(__file__).resolve().parents[1]
+    checkout = package.parent / path
+    # An installed package has its copy inside (verl/assets and verl/configs are links in the checkout).
+    return str(checkout if checkout.exists() or not (package / path).exists() else package / path)
 
 
 OmegaConf.register_new_resolver("shipped", shipped, replace=True)
