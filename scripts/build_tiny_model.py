@@ -53,8 +53,8 @@ class Stage:
 
 # Values copied from passages come first, then the real episodes at a falling rate, then the choice of query.
 RECIPE: tuple[Stage, ...] = (
-    Stage("skills", 400, 12, Mixture(recall=0.15, reading=0.2, rewriting=0.4, episode=0.25), 2e-3),
-    Stage("episodes", 600, 12, Mixture(reading=0.1, rewriting=0.3, episode=0.6, modes=_ALL), 2e-3, "linear"),
+    Stage("skills", 500, 12, Mixture(recall=0.15, reading=0.15, rewriting=0.45, episode=0.25), 2e-3),
+    Stage("episodes", 1200, 12, Mixture(reading=0.05, rewriting=0.35, episode=0.6, modes=_ALL), 2e-3, "linear"),
     Stage("policy", 150, 12, Mixture(episode=1.0, modes=ModeWeights(0.33, 0.56, 0.11)), 5e-4, "linear"),
 )
 

@@ -35,9 +35,14 @@ class Turn:
         return full_question(self.fact.attribute, self.entity.name)
 
     @property
-    def answer(self) -> str:
-        """The value asked for."""
+    def reply(self) -> str:
+        """What the assistant says in the history: the value in full, so that "that fort" has something to refer to."""
         return self.fact.value
+
+    @property
+    def answer(self) -> str:
+        """The reference answer."""
+        return self.fact.answer
 
 
 @dataclass(frozen=True)
@@ -185,4 +190,4 @@ def rows(conversations: list[list[Turn]], split: str) -> Iterator[dict[str, obje
                 "topic_shift": turn.topic_shift,
                 "kind": turn.kind,
             }
-            history += [turn.question, turn.answer]
+            history += [turn.question, turn.reply]

@@ -79,8 +79,8 @@ def _search(thought: str, query: str) -> str:
 
 
 def final_turn(entity: Entity, fact: Fact) -> str:
-    """The sentence that answers, copied, and its value."""
-    return f"<think> {entity.sentence(fact)} </think><answer> {fact.value} </answer>"
+    """The sentence that answers, copied, and the answer in it."""
+    return f"<think> {entity.sentence(fact)} </think><answer> {fact.answer} </answer>"
 
 
 class Demonstrator:
@@ -154,7 +154,7 @@ class Demonstrator:
     def conversation(self) -> tuple[list[Turn], list[str]]:
         """Turns of one conversation and the lines said in it (two per turn)."""
         turns = write_conversation(self._world, self._rng)
-        return turns, [line for turn in turns for line in (turn.question, turn.answer)]
+        return turns, [line for turn in turns for line in (turn.question, turn.reply)]
 
     def rewriting(self) -> Row:
         """A random turn of a random conversation: prompt and first turn, resolved as it should be."""

@@ -14,6 +14,7 @@ def _attribute(kind_word, noun):
 def test_passage_of_a_hand_made_entity():
     facts = (Fact(_attribute("Fort", "warden"), "Nazel", None), Fact(_attribute("Fort", "lookout"), "Mount Bela", 3))
     entity = Entity(0, KIND_BY_WORD["Fort"], "Torva", facts)
+    assert [fact.answer for fact in facts] == ["Nazel", "Bela"]
     text = "Fort Torva has warden Nazel. Fort Torva has lookout Mount Bela."
     assert entity.passage() == {
         "id": "fort-torva",
