@@ -43,7 +43,7 @@ def k2(logprobs: Values, other: Values) -> Values:
 
 def k3(logprobs: Values, other: Values) -> Values:
     """Return q/p - 1 - log(q/p), at most 10."""
-    # The result is at its bound long before 20; the inner bound keeps exp finite, so that the gradient there is 0, not NaN.
+    # The result is at its bound long before 20; the inner bound keeps exp finite, so the gradient there is 0, not NaN.
     difference: Any = (other - logprobs).clip(max=20.0)
     exponential: Any = torch.exp if isinstance(difference, Tensor) else np.exp
     result: Values = (exponential(difference) - 1.0 - difference).clip(max=_K3_LIMIT)

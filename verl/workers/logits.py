@@ -28,7 +28,8 @@ def token_statistics(
     """Return (log-probs [N], entropies [N]) in float32, in nats, of softmax(logits / temperature).
 
     hidden [N, E], weight [V, E], targets [N] int64, bias [V]; ``softcap`` c replaces z by c * tanh(z / c) before the
-    temperature; at most ``chunk_elements`` logits exist at once (None: by device). Gradients flow from both outputs to hidden, weight and bias.
+    temperature; at most ``chunk_elements`` logits exist at once (None: by device). Gradients flow from both outputs to
+    hidden, weight and bias.
     """
     chunk = max(1, (chunk_elements or logit_chunk_elements(hidden.device)) // weight.shape[0])
     result: tuple[Tensor, Tensor] = _TokenStatistics.apply(hidden, weight, bias, targets, temperature, softcap, chunk)
