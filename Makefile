@@ -1,6 +1,6 @@
 # Every target sets up first; the set-up returns at once when nothing has changed.
 PYTHON := .venv/bin/python
-SOURCES := verl search_r1 retrieval_server scripts tests infer.py setup.py
+SOURCES := verl search_r1 retrieval_server scripts benchmarks tests infer.py setup.py
 # What exists of it: a path that isn't there would stop the linter.
 PRESENT = $(wildcard $(SOURCES))
 
