@@ -34,8 +34,8 @@ SUMMARY: dict[str, Any] = {
     "cpu_minutes": 1.5,
     "before": {"n": 1.0, "f1": 0.25},
     "after": {"n": 1.0, "f1": 0.5},
-    "bounds": {"gold_query_f1": 0.875},
-    "gain": {"f1": 0.25},
+    "bounds": {"gold_query_f1": 0.875, "final": {"gold_query_f1": 0.9}},
+    "gain": {"f1": {"mean": 0.25, "low": -0.125, "high": 0.5}},
 }
 ROWS = [{"step": n, "reward/total/mean": 0.1 * n, "timing_s/rollout": 1.0, "timing_s/update": 2.0} for n in (1, 2)]
 
@@ -74,5 +74,6 @@ def test_the_page_needs_nothing_else_and_shows_table_and_episodes(tmp_path: Path
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert not re.findall(r'(?:src|href)="(?!data:)', page)
     assert page.count('src="data:image/png;base64,') == 2
-    assert "<td>f1</td><td>0.250</td><td>0.500</td>" in page
-    assert "gold_query_f1" in page and "no" in page and "yes" in page
+    assert "<td>f1</td><td>0.250</td><td>0.500</td><td>+0.250 [-0.125, +0.500]</td>" in page
+    assert "<td>gold_query_f1</td><td>0.875</td><td>0.900</td>" in page
+    assert "no" in page and "yes" in page

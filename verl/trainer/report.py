@@ -215,28 +215,37 @@ def _facts(summary: Mapping[str, Any]) -> str:
 
 
 def comparison_table(summary: Mapping[str, Any]) -> str:
-    """Return the before/after table, with bounds below it where they were measured."""
-    before, after = summary["before"] or {}, summary["after"] or {}
-    head = "<table><tr><th></th><th>before</th><th>after</th></tr>"
-    lines, details = [head], [head]
-    for name in dict.fromkeys((*before, *after)):
-        cells = "".join(f"<td>{_figure(side.get(name))}</td>" for side in (before, after))
-        # Breakdowns and intervals have a slash in their name; there are many of them.
-        (details if "/" in name else lines).append(f"<tr><td>{html.escape(name)}</td>{cells}</tr>")
-    for name, value in (summary["bounds"] or {}).items():
-        lines.append(f"<tr><td>bound: {html.escape(name)}</td><td>{_figure(value)}</td><td></td></tr>")
-    for name, value in (summary["gain"] or {}).items():
-        lines.append(f"<tr><td>gain: {html.escape(name)}</td><td></td><td>{_figure(value)}</td></tr>")
-    if len(details) > 1:
-        details = ["<details><summary>Intervals and breakdowns</summary>", *details, "</table></details>"]
-    return "\n".join([*lines, "</table>", *(details if len(details) > 1 else [])])
+    """Return the before/after/gain table, the fixed pipelines below it where they were measured, breakdowns folded."""
+    before, after, gain = summary["before"] or {}, summary["after"] or {}, summary["gain"] or {}
+    names = list(dict.fromkeys((*before, *after)))
+    # Breakdowns and intervals have a slash in their name; there are many of them.
+    main, details = [name for name in names if "/" not in name], [name for name in names if "/" in name]
+    head = ("", "before", "after", "gain [95 %]")
+    parts = [_table(head, [(name, before.get(name), after.get(name), _interval(gain.get(name))) for name in main])]
+    bounds = dict(summary["bounds"] or {})
+    if bounds:
+        final = bounds.pop("final", {})
+        parts.append("<h3>Fixed queries, the same reader</h3>")
+        rows = [(name, value, final.get(name)) for name, value in bounds.items()]
+        parts.append(_table(("", "initial weights", "trained weights"), rows))
+    if details:
+        folded = _table(head[:3], [(name, before.get(name), after.get(name)) for name in details])
+        parts.append(f"<details><summary>Intervals and breakdowns</summary>{folded}</details>")
+    return "\n".join(parts)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    lines = ["<table><tr>" + "".join(f"<th>{html.escape(name)}</th>" for name in head) + "</tr>"]
+    lines += ["<tr>" + "".join(f"<td>{_figure(cell)}</td>" for cell in row) + "</tr>" for row in rows]
+    return "\n".join([*lines, "</table>"])
+
+
+def _interval(gain: Mapping[str, float] | None) -> str | None:
+    return None if gain is None else f"{gain['mean']:+.3f} [{gain['low']:+.3f}, {gain['high']:+.3f}]"
 
 
 def _figure(value: Any) -> str:
+    """Return a cell's text: counts without decimals, nothing for None."""
     if isinstance(value, float):
-        return f"{value:.3f}"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{html.escape(str(name))} {_figure(inner)}" for name, inner in value.items())
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_figure(inner) for inner in value) + "]"
+        return f"{value:.0f}" if value.is_integer() and abs(value) > 1 else f"{value:.3f}"
     return "" if value is None else html.escape(str(value))
