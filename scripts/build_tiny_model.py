@@ -124,6 +124,7 @@ def export(trained: Path, tokenizer: Path, out: Path) -> None:
     state.pop("lm_head.weight", None)
     state = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in sorted(state.items())}
     save_file(state, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "model.safetensors").chmod(0o644)  # safetensors writes files that only their owner can read
     config = json.loads((tokenizer / "config.json").read_text(encoding="utf-8"))
     generation = {key: config[key] for key in ("eos_token_id", "pad_token_id")}
     (out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
