@@ -34,6 +34,7 @@ log = logging.getLogger("build_tiny_model")
 
 VOCAB_SIZE = 1024
 _ALL = ModeWeights(0.6, 0.25, 0.15)
+_POLICY = ModeWeights(0.33, 0.56, 0.11)
 _ROWS_PER_WORLD = 400
 _ENTITIES_PER_KIND = 60
 
@@ -55,7 +56,7 @@ class Stage:
 RECIPE: tuple[Stage, ...] = (
     Stage("skills", 500, 12, Mixture(recall=0.15, reading=0.15, rewriting=0.45, episode=0.25), 2e-3),
     Stage("episodes", 1200, 12, Mixture(reading=0.05, rewriting=0.35, episode=0.6, modes=_ALL), 2e-3, "linear"),
-    Stage("policy", 150, 12, Mixture(episode=1.0, modes=ModeWeights(0.33, 0.56, 0.11)), 5e-4, "linear"),
+    Stage("policy", 200, 12, Mixture(episode=1.0, modes=_POLICY, nothing_found=0.25), 5e-4, "linear"),
 )
 
 

@@ -9,7 +9,8 @@ from search_r1.codec import Codec
 from verl.types import Document
 
 _OPEN, _CLOSE = "\n\n<information>", "</information>\n\n"
-_NOTHING = "No documents were found."
+NOTHING_FOUND = "No documents were found."
+"""What stands in the information block when a search has no hits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ def build_observation(codec: Codec, documents: Sequence[Document], max_obs_lengt
     The result is encoded once, as one text. Raises ValueError when not even the shell fits.
     """
     shown = [replace(d, title=codec.escape(d.title.strip()), text=codec.escape(d.text.strip())) for d in documents]
-    pieces = [f"Doc {rank}(Title: {d.title}) {d.text}" for rank, d in enumerate(shown, start=1)] or [_NOTHING]
+    pieces = [f"Doc {rank}(Title: {d.title}) {d.text}" for rank, d in enumerate(shown, start=1)] or [NOTHING_FOUND]
     token_ids = codec.encode(_wrap(pieces))
     if len(token_ids) <= max_obs_length:
         return Observation(token_ids, tuple(shown), truncated=False)

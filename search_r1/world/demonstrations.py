@@ -19,6 +19,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from search_r1.observation import NOTHING_FOUND
 from search_r1.prompts import compact
 from search_r1.world.conversations import Turn, write_conversation
 from search_r1.world.encyclopedia import Encyclopedia, Entity, Fact
@@ -27,6 +28,9 @@ from search_r1.world.ontology import cue, full_question
 GOLD, RAW, WRONG = "gold", "raw", "wrong"
 N_DOCUMENTS = 3
 _SORTS = ("copying", "recall", "reading", "rewriting", "episode")
+
+NO_HITS = f"\n\n<information>{NOTHING_FOUND}</information>\n\n"
+GIVING_UP = "<think> Nothing was found. </think><answer> unknown </answer>"
 
 Segment = tuple[str, str]
 Row = dict[str, list[Segment]]
@@ -52,6 +56,8 @@ class Mixture:
     episode: float = 0.0
     documents: tuple[float, float, float] = (0.1, 0.2, 0.7)
     modes: ModeWeights = ModeWeights(1.0, 0.0, 0.0)
+    nothing_found: float = 0.0
+    """Share of the raw questions that miss their passage for which the search has no hits at all."""
 
 
 def chat(content: str) -> str:
@@ -109,7 +115,7 @@ class Demonstrator:
             return self.reading(n_documents, n_questions=10)
         if sort == "rewriting":
             return self.rewriting()
-        return self.episode(mixture.modes)
+        return self.episode(mixture.modes, mixture.nothing_found)
 
     def copying(self, n_words: int) -> Row:
         """``n_words`` words of the world in random order, said twice: what copying is, without anything else."""
@@ -162,18 +168,21 @@ class Demonstrator:
         i = self._rng.randrange(len(turns))
         return {"segments": self._opening(turns, lines, i, GOLD, self._wrong_entity(turns, i))}
 
-    def episode(self, weights: ModeWeights) -> Row:
-        """A whole episode whose query was issued in a mode drawn from ``weights``."""
+    def episode(self, weights: ModeWeights, nothing_found: float = 0.0) -> Row:
+        """A whole episode whose query was issued in a mode drawn from ``weights``; see ``Mixture.nothing_found``."""
         turns, lines = self.conversation()
         i = self._rng.randrange(len(turns))
         turn, wrong = turns[i], self._wrong_entity(turns, i)
         mode = self._rng.choices((GOLD, RAW, WRONG), (weights.gold, weights.raw, weights.wrong))[0]
         about = wrong if mode == WRONG else turn.entity
         found = mode != RAW or turn.entity.name in turn.question
+        opening = self._opening(turns, lines, i, mode, wrong)
+        if not found and nothing_found and self._rng.random() < nothing_found:
+            return {"segments": [*opening, ("env", NO_HITS), ("model", GIVING_UP)]}
         documents = self._retrieved(about, turn.fact, hit=found)
         return {
             "segments": [
-                *self._opening(turns, lines, i, mode, wrong),
+                *opening,
                 ("env", information(documents)),
                 ("model", final_turn(*self._evidence(turn, documents))),
             ]
