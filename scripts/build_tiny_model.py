@@ -11,6 +11,8 @@ reinforcement learning is to improve.
 from __future__ import annotations
 
 import argparse
+import hashlib
+import importlib.metadata
 import json
 import logging
 import random
@@ -20,8 +22,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -33,6 +36,17 @@ from search_r1.world.tokenizer import save_tokenizer, train_tokenizer
 log = logging.getLogger("build_tiny_model")
 
 VOCAB_SIZE = 1024
+RECORD, TRAINING_LOG = "recipe.json", "training_log.jsonl"
+SHIPPED_FILES = (
+    "model.safetensors",
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
+REPEATED_STEPS = 20
+"""First steps of a stage that the log holds one by one, so that a test can repeat them."""
+_LOG_EVERY = 25
 _ALL = ModeWeights(0.6, 0.25, 0.15)
 _POLICY = ModeWeights(0.33, 0.56, 0.11)
 _ROWS_PER_WORLD = 400
@@ -84,8 +98,11 @@ def write_start(folder: Path, seed: int) -> None:
     save_file(initial_weights(shape, seed), folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def train(stage: Stage, start: Path, work: Path, seed: int) -> Path:
-    """Runs one stage from the model in ``start``; returns the folder of the trained model."""
+def train(stage: Stage, start: Path, work: Path, seed: int, stop_after: int | None = None) -> Path:
+    """Runs one stage from the model in ``start``; returns the folder of the trained model.
+
+    ``stop_after`` repeats only the first steps, at the learning rates of the whole stage.
+    """
     rows = work / f"{stage.name}.jsonl"
     with rows.open("w", encoding="utf-8") as file:
         for row in stage_rows(stage, seed):
@@ -108,11 +125,29 @@ def train(stage: Stage, start: Path, work: Path, seed: int) -> Path:
         "trainer.threads": 1,
     }
     arguments = [f"{key}={value}" for key, value in settings.items()]
+    if stop_after is not None:
+        arguments.append(f"trainer.stop_after={stop_after}")
     subprocess.run([sys.executable, "-m", "verl.trainer.main_sft", *arguments], check=True, cwd=_ROOT)
     return work / stage.name / "hf"
 
 
 _ROOT = Path(__file__).resolve().parent.parent
+
+
+def recipe_record(seed: int) -> dict[str, Any]:
+    """Everything the weights follow from: what ``recipe_sha256`` of the card is the hash of."""
+    return {
+        "seed": seed,
+        "vocab_size": VOCAB_SIZE,
+        "rows_per_world": _ROWS_PER_WORLD,
+        "entities_per_kind": _ENTITIES_PER_KIND,
+        "stages": [asdict(stage) for stage in RECIPE],
+    }
+
+
+def recipe_sha256(seed: int) -> str:
+    """Hash of the recipe in canonical JSON."""
+    return hashlib.sha256(json.dumps(recipe_record(seed), sort_keys=True).encode()).hexdigest()
 
 
 def export(trained: Path, tokenizer: Path, out: Path) -> None:
@@ -125,12 +160,33 @@ def export(trained: Path, tokenizer: Path, out: Path) -> None:
     state.pop("lm_head.weight", None)
     state = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in sorted(state.items())}
     save_file(state, out / "model.safetensors", metadata={"format": "pt"})
-    (out / "model.safetensors").chmod(0o644)  # safetensors writes files that only their owner can read
     config = json.loads((tokenizer / "config.json").read_text(encoding="utf-8"))
     generation = {key: config[key] for key in ("eos_token_id", "pad_token_id")}
     (out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(tokenizer / name, out / name)
+
+
+def write_record(out: Path, work: Path, seed: int) -> None:
+    """Writes ``training_log.jsonl`` and ``recipe.json``: recipe and its hash, commit, versions, hashes of the files."""
+    with (out / TRAINING_LOG).open("w", encoding="utf-8") as log_file:
+        for stage in RECIPE:
+            for line in (work / stage.name / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+                row = json.loads(line)
+                if row["step"] <= REPEATED_STEPS or row["step"] % _LOG_EVERY == 0:
+                    entry = {"stage": stage.name, "step": row["step"], "loss": row["sft/loss"], "lr": row["sft/lr"]}
+                    log_file.write(json.dumps(entry) + "\n")
+    git = ["git", "-C", str(_ROOT), "rev-parse", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or None
+    packages = ("torch", "transformers", "tokenizers", "numpy")
+    record = {
+        "recipe": recipe_record(seed),
+        "recipe_sha256": recipe_sha256(seed),
+        "commit": commit,
+        "versions": {name: importlib.metadata.version(name) for name in packages},
+        "files": {name: hashlib.sha256((out / name).read_bytes()).hexdigest() for name in SHIPPED_FILES},
+    }
+    (out / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 def build(out: Path, work: Path, seed: int) -> None:
@@ -143,6 +199,7 @@ def build(out: Path, work: Path, seed: int) -> None:
         model = train(stage, model, work, seed)
         log.info("stage %s: %.0f s", stage.name, time.perf_counter() - began)
     export(model, start, out)
+    write_record(out, work, seed)
 
 
 def main(argv: list[str] | None = None) -> int:

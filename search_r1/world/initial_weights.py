@@ -183,7 +183,7 @@ def _matching(
     key[:, -2 * n_key : -n_key] = np.eye(n_key)
     group = contents // width
     gain = circuit.copy * circuit.scale / (shape.n_heads // group)
-    mix = np.eye(n_key)
+    mix: NDArray[np.floating] = np.eye(n_key)
     for head in range(shape.n_heads):
         part = slice(head % group * width, (head % group + 1) * width)
         if part.start == 0:
