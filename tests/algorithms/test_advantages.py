@@ -113,6 +113,9 @@ def test_groups_follow_prompt_ids_not_position_or_text() -> None:
     mixed, _ = estimate([first[0], second[0], first[1], second[1]], config(adv_estimator="grpo"), 0.0)
     apart, _ = estimate(first + second, config(adv_estimator="grpo"), 0.0)
     assert [mixed[i].advantages for i in (0, 2, 1, 3)] == [s.advantages for s in apart]
+    # Each pair is centred on its own mean; one group of four would give -0.91, 0.30, -0.67, 1.28.
+    half = 0.5**0.5
+    assert [(s.advantages or ())[1] for s in mixed] == pytest.approx([-half, -half, half, half], rel=1e-5)
 
 
 def test_kl_in_the_reward_is_charged_per_model_token() -> None:

@@ -13,12 +13,15 @@ from typing import Any
 import httpx
 import pytest
 
+import infer
+from retrieval_server.__main__ import _parser
 from retrieval_server.app import create_app
 from retrieval_server.settings import Settings
 from retrieval_server.types import Document as ServedDocument
 from retrieval_server.types import Hit
 from search_r1.config import RetrieverConfig
 from search_r1.search_client import SearchClient
+from verl.config import load_config
 from verl.errors import RetrievalError
 from verl.types import Document
 
@@ -63,6 +66,12 @@ async def connected(settings: Settings | None = None, **config: Any) -> AsyncIte
             yield client
         finally:
             await client.close()
+
+
+def test_every_program_has_the_same_default_address() -> None:
+    service = _parser().parse_args(["--index_path", "i", "--corpus_path", "c"])
+    address = f"http://{service.host}:{service.port}/retrieve"
+    assert RetrieverConfig().url == load_config().task_config.retriever.url == infer.Recipe().url == address
 
 
 async def test_start_and_corpus_identity() -> None:

@@ -169,6 +169,13 @@ def test_unknown_parameters_are_named(tmp_path: Path, changes: dict[str, object]
         build(make_plan(write_corpus(tmp_path / "c.jsonl"), tmp_path, **changes))
 
 
+def test_numeric_ids_are_names_and_not_row_numbers(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "c.jsonl", [("2", "A", "lake"), ("0", "B", "river"), ("1", "C", "boat")])
+    build(make_plan(corpus, tmp_path))
+    hits = [hit for found in open_index(tmp_path, corpus).search(["lake", "river", "boat"], 3) for hit in found]
+    assert [(hit.document.id, hit.document.text) for hit in hits] == [("2", "lake"), ("0", "river"), ("1", "boat")]
+
+
 def test_the_sent_document_has_all_four_fields(built: tuple[Path, Path]) -> None:
     hit = open_index(*built).search(["Ada Tron"], 1)[0][0]
     i, title, text = PASSAGES[3]

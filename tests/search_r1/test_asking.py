@@ -2,19 +2,22 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import infer
 from search_r1.chat import Conversation, Decoding, Transcript, as_question
 from search_r1.codec import Codec
-from search_r1.config import EpisodeSettings
+from search_r1.config import EpisodeSettings, search_config
 from search_r1.episode import EpisodeTools
 from search_r1.prompts import PromptBuilder
+from search_r1.task import SearchTask
 from search_r1.testing import CharTokenizer, DictionarySearch, ScriptedEngine
 from verl.errors import DataError
-from verl.types import Document, Generate
+from verl.types import Document, EpisodeContext, Generate
 
 SETTINGS = EpisodeSettings(2, True, 400, 1000, 200, 300, 3)
 PASSAGES = {"Louvre": [Document("d1", "Louvre", "A museum in Paris.")]}
@@ -91,6 +94,34 @@ def test_history_is_kept_and_shown_to_the_model() -> None:
         room.ask("why " * 200)
 
 
+def test_a_question_asked_is_the_episode_of_an_evaluation(tmp_path: Path) -> None:
+    """Context for context and limit for limit, hints and cut turns included; seeds differ, and greedy needs none."""
+    history = ["Who built it?", "Ann Lee."]
+    path = tmp_path / "val.jsonl"
+    path.write_text(json.dumps({"qid": "q", "question": "Where is it?", "history": history, "answers": ["x"]}) + "\n")
+    data = SimpleNamespace(
+        val_files=str(path),
+        val_data_num=None,
+        prompt_key="prompt",
+        template="compact",
+        history="all",
+        max_start_length=SETTINGS.max_start_length,
+        max_prompt_length=SETTINGS.max_prompt_length,
+        max_response_length=SETTINGS.max_response_length,
+        max_obs_length=SETTINGS.max_obs_length,
+    )
+    config = SimpleNamespace(data=data, task_config=search_config({"max_turns": SETTINGS.max_turns}))
+    turns = ["z" * 300, *TURNS]
+    room = Room(turns, tuple(history))
+    room.ask("Where is it?")
+    task = SearchTask(config, room.tokenizer, DictionarySearch(PASSAGES))
+    engine = ScriptedEngine(room.tokenizer, turns)
+    asyncio.run(task.episode(task.prompts("val")[0], engine, EpisodeContext(sample_index=0, seed=9, temperature=0.0)))
+    assert len(engine.contexts) == 3 and room.engine.contexts == engine.contexts
+    asked, evaluated = ([replace(s, seed=None) for s in e.samplings] for e in (room.engine, engine))
+    assert asked == evaluated
+
+
 def test_failed_search_is_said() -> None:
     assert "no answer: search_failed, no answer for 'down'" in Room(["<search>down</search>"]).ask("Where?")
 
@@ -133,6 +164,9 @@ def test_recipe_comes_from_the_run_of_the_model(tmp_path: Path) -> None:
         99,
     )
     assert infer.recipe_of(model, "tiny_ppo").template == "compact"
+    # Without a run or a recipe, the limits are those of the published training recipe.
+    published = infer.recipe_of(model, "chatr1_3b_topiocqa")
+    assert replace(published, template="chatr1", dtype="float32") == infer.Recipe()
 
 
 def test_newest_complete_export_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,6 +95,13 @@ def test_sampling_of_each_turn() -> None:
     assert first.seed != second.seed and first.seed == Run(["<answer>x</answer>"]).engine.samplings[0].seed
 
 
+def test_every_turn_decodes_as_its_context_says() -> None:
+    """Greedy stays greedy after a search, after a hint and in the last turn."""
+    context = replace(CONTEXT, temperature=0.0, top_p=0.9, top_k=7)
+    run = Run(["<search>q1</search>", "q1</search>", "<answer>x</answer>"], context=context)
+    assert [(s.temperature, s.top_p, s.top_k) for s in run.engine.samplings] == [(0.0, 0.9, 7)] * 3
+
+
 def test_last_search_is_not_executed() -> None:  # T10
     run = Run(["<search>q1</search>", "<search>q2</search>", "<search>q1</search>"])
     assert run.search.queries == ["q1", "q2"]

@@ -164,6 +164,9 @@ def test_retrieval_hit_by_id_by_text_or_not_available() -> None:
     assert view(replace(ROW, gold_text='"Louvre"\nA museum in Paris.')).retrieved_gold() is True
     assert view(replace(ROW, gold_text="A museum in Rome.")).retrieved_gold() is False
     assert view().retrieved_gold() is None  # T30
+    for nothing in ("", "The.", "..."):  # normalised, nothing is left, and nothing stands in every passage
+        assert view(replace(ROW, gold_text=nothing)).retrieved_gold() is None
+        assert view(replace(ROW, answers=(nothing,))).retrieved_answer() is False
     seen = (Document("a", "", ""), Document("b", "", ""), Document("c", "", ""), Document("d1", "", ""))
     deep = view(replace(ROW, gold_passage_ids=("d1",)), searches=(SearchCall(0, "q", seen),))
     assert deep.retrieved_gold() is True and deep.retrieved_gold(top=3) is False

@@ -222,6 +222,27 @@ def test_evaluation_figures(rows: Path) -> None:
     assert [bench.task.validation_reward(t) for t in (right, wrong, failed)] == [1.0, pytest.approx(2 / 3), 0.0]
 
 
+def test_training_and_evaluation_score_an_answer_alike(rows: Path) -> None:
+    """Repeated words and a reference that is not the first: one F1, the best reference, on both sides."""
+    rows.write_text(json.dumps({**ROWS[0], "answers": ["Rome", "go go gone"]}) + "\n")
+    bench = Bench(rows)
+    trajectory = bench.run(bench.task.prompts("val")[0], ["<answer>go go gone</answer>"])
+    assert trajectory.reward is not None
+    scores = (
+        trajectory.reward.total,
+        bench.task.validation_reward(trajectory),
+        bench.task.evaluate([trajectory])["f1"],
+    )
+    assert scores == (1.0, 1.0, 1.0)
+
+
+def test_a_data_source_without_a_metric_is_refused_before_any_episode(rows: Path) -> None:
+    rows.write_text(json.dumps({**ROWS[0], "data_source": "topiocqua"}) + "\n")
+    for split in ("train", "val"):
+        with pytest.raises(DataError, match=r"data_source 'topiocqua' has no answer metric.*did you mean 'topiocqa'"):
+            Bench(rows).task.prompts(split)
+
+
 def test_a_failed_episode_scores_zero_whatever_it_had_reached(rows: Path) -> None:
     bench = Bench(rows)
     right = bench.run(bench.task.prompts("val")[1], [TURN_1, TURN_2])
