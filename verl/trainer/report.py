@@ -241,7 +241,11 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def _interval(gain: Mapping[str, float] | None) -> str | None:
-    return None if gain is None else f"{gain['mean']:+.3f} [{gain['low']:+.3f}, {gain['high']:+.3f}]"
+    """Return the mean and, where the task gives one, its interval."""
+    if gain is None:
+        return None
+    interval = f" [{gain['low']:+.3f}, {gain['high']:+.3f}]" if {"low", "high"} <= set(gain) else ""
+    return f"{gain['mean']:+.3f}{interval}"
 
 
 def _figure(value: Any) -> str:
