@@ -108,7 +108,8 @@ class ToyTask:
     def compare(self, before: Sequence[Trajectory], after: Sequence[Trajectory]) -> Mapping[str, Mapping[str, float]]:
         pairs = zip(before, after, strict=True)
         differences = [self.validation_reward(b) - self.validation_reward(a) for a, b in pairs]
-        return {"f1": {"mean": math.fsum(differences) / len(differences)}}
+        mean = math.fsum(differences) / len(differences)
+        return {"f1": {"mean": mean, "low": min(differences), "high": max(differences)}}
 
     def validation_rows(self, trajectories: Sequence[Trajectory]) -> list[dict[str, Any]]:
         return [{"question": t.prompt_id, "predicted_answer": str(even_share(t))} for t in trajectories]
