@@ -11,6 +11,7 @@ from training_cases import make_samples, make_trajectory
 
 from verl.data.batch import Scored, pack_batch, scored, unpack
 from verl.data.samples import ScoredRows, assemble, fill, permute_rewards
+from verl.errors import HealthError
 from verl.types import Origin, Reward, Segment, StopReason, Trajectory
 
 
@@ -146,5 +147,5 @@ def test_permuted_rewards_come_from_other_prompts_and_keep_their_distribution() 
 
 
 def test_rewards_of_a_single_prompt_cannot_be_permuted() -> None:
-    with pytest.raises(ValueError, match="one of 1 prompts has 2 of 2 episodes"):
+    with pytest.raises(HealthError, match="has 2 of 2 usable episodes"):
         permute_rewards([episode(PROMPT, model(1))] * 2, seed=0)

@@ -59,7 +59,7 @@ def derived(config: RunConfig) -> dict[str, str]:
     }
     if config.trainer.total_training_steps is not None:
         found["training steps"] = str(config.trainer.total_training_steps)
-        warmup = round(config.trainer.total_training_steps * actor.optim.lr_warmup_steps_ratio)
+        warmup = int(config.trainer.total_training_steps * actor.optim.lr_warmup_steps_ratio)  # as the optimizer counts
         found["warm-up steps of the policy"] = str(warmup)
     else:
         found["training steps"] = f"{config.trainer.total_epochs} epochs of the training rows"

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from verl.errors import HealthError
 from verl.types import Origin, Reward, Sample, Trajectory
 
 FAILED = "failed"
@@ -58,7 +59,7 @@ def permute_rewards(trajectories: Sequence[Trajectory], seed: int) -> list[Traje
 
     The usable trajectories are laid out prompt after prompt, in a seeded order of prompts, and the rewards move on by
     the size of the largest group, so that none stays with its prompt. Rewards keep their distribution; their turn
-    shares are gone. Raises ValueError when one prompt has more than half of them.
+    shares are gone. Raises HealthError when one prompt has more than half of them.
     """
     by_prompt: dict[str, list[int]] = {}
     for index, trajectory in enumerate(trajectories):
@@ -69,8 +70,9 @@ def permute_rewards(trajectories: Sequence[Trajectory], seed: int) -> list[Traje
     order = [index for prompt in prompts for index in by_prompt[prompt]]
     shift = max(map(len, by_prompt.values()), default=0)
     if 2 * shift > len(order):
-        raise ValueError(
-            f"rewards cannot be permuted: one of {len(prompts)} prompts has {shift} of {len(order)} episodes"
+        raise HealthError(
+            f"algorithm.permute_rewards: one of {len(prompts)} prompts has {shift} of {len(order)} usable episodes; "
+            "raise data.train_batch_size"
         )
     result = list(trajectories)
     for place, index in enumerate(order):
