@@ -12,11 +12,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from retrieval_server.backends import LOADERS, Source, pick
+from retrieval_server.backends import LOADERS, load, pick
 from retrieval_server.errors import SettingsError
 from retrieval_server.manifest import read_manifest, resolve_index
 from retrieval_server.server import bind, run_or_report, serve
 from retrieval_server.settings import DEFAULT_PORT, Settings
+from retrieval_server.specs import Bm25Spec
 
 logger = logging.getLogger("retrieval_server")
 
@@ -53,14 +54,14 @@ def _serve(options: argparse.Namespace) -> int:
     settings = Settings(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Settings)})
     kind = read_manifest(resolve_index(options.index_path)).kind
     name = options.retriever_name or kind
-    loader = pick(LOADERS, name, "--retriever_name")
+    pick(LOADERS, name, "--retriever_name")
     if name != kind:
         raise SettingsError(f"--retriever_name is {name!r}, but {options.index_path} is an index of kind {kind!r}")
     ignored = [f"--{flag}" for flag in _ENCODER_FLAGS if getattr(options, flag)]
     if ignored:
         logger.warning("%s has no encoder: no effect of %s", name, ", ".join(ignored))
-    source = Source(options.index_path, options.corpus_path, options.verify)
-    return serve(lambda progress: loader(source, progress), settings, bind(options.host, options.port))
+    spec = Bm25Spec(index_path=options.index_path, corpus_path=options.corpus_path, verify=options.verify)
+    return serve(lambda progress: load(spec, progress), settings, bind(options.host, options.port))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

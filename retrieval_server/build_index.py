@@ -12,7 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from retrieval_server.backends import BUILDERS, BuildPlan, pick
+from retrieval_server.backends import BUILDERS, pick
+from retrieval_server.building import BuildPlan
 from retrieval_server.errors import RetrievalServerError
 
 logger = logging.getLogger("retrieval_server.build_index")

@@ -18,8 +18,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from retrieval_server.backends import LOADERS, Source, pick
+from retrieval_server.backends import load
 from retrieval_server.errors import RetrievalServerError
+from retrieval_server.specs import Bm25Spec
 from retrieval_server.types import LoadProgress
 from search_r1.codec import Codec
 from search_r1.datasets.load import load_rows
@@ -39,7 +40,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--index-path", type=Path, required=True)
     parser.add_argument("--corpus-path", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--retriever-name", default="bm25")
     parser.add_argument("--topk", type=int, default=3)
     parser.add_argument("--template", default="chatr1")
     parser.add_argument("--max-start-length", type=int, default=1024)
@@ -51,9 +51,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def open_search(args: argparse.Namespace) -> Callable[[str], list[Document]]:
     """Load the index in this process; the passages are the ones the service would send."""
-    retriever = pick(LOADERS, args.retriever_name, "--retriever-name")(
-        Source(args.index_path, args.corpus_path), LoadProgress()
-    )
+    retriever = load(Bm25Spec(index_path=args.index_path, corpus_path=args.corpus_path), LoadProgress())
 
     def search(query: str) -> list[Document]:
         hits = retriever.search([query], args.topk)[0]

@@ -7,45 +7,21 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from retrieval_server.building import BuildPlan
 from retrieval_server.errors import SettingsError
-from retrieval_server.manifest import Manifest, Verify
+from retrieval_server.manifest import Manifest
+from retrieval_server.specs import Spec
 from retrieval_server.types import LoadProgress, Retriever
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """What a backend is loaded from."""
-
-    index_path: Path
-    corpus_path: Path
-    verify: Verify = "auto"
-
-
-@dataclass(frozen=True, slots=True)
-class BuildPlan:
-    """What an index is built from, with the options that the command line has for every backend."""
-
-    corpus_path: Path
-    save_dir: Path
-    """The index becomes the folder ``<save_dir>/<method>``."""
-    k1: float
-    b: float
-    stopwords: str
-    stemmer: str
-    force: bool
-    """Build even when the folder already holds exactly this index."""
-
-
-def _load_bm25(source: Source, progress: LoadProgress) -> Retriever:
+def _load_bm25(spec: Any, progress: LoadProgress) -> Retriever:
     from retrieval_server.backends.bm25 import Bm25Retriever
 
-    return Bm25Retriever.load(source.index_path, source.corpus_path, progress, source.verify)
+    return Bm25Retriever.load(spec.index_path, spec.corpus_path, progress, spec.verify)
 
 
 def _build_bm25(plan: BuildPlan) -> Manifest:
@@ -54,8 +30,14 @@ def _build_bm25(plan: BuildPlan) -> Manifest:
     return build(plan)
 
 
-LOADERS: Mapping[str, Callable[[Source, LoadProgress], Retriever]] = {"bm25": _load_bm25}
+LOADERS: Mapping[str, Callable[[Any, LoadProgress], Retriever]] = {"bm25": _load_bm25}
+"""Backend name -> function of its own kind of spec."""
 BUILDERS: Mapping[str, Callable[[BuildPlan], Manifest]] = {"bm25": _build_bm25}
+
+
+def load(spec: Spec, progress: LoadProgress) -> Retriever:
+    """Return the retriever that a spec describes, loaded and ready."""
+    return pick(LOADERS, spec.name, "backend")(spec, progress)
 
 
 def pick(table: Mapping[str, T], name: str, flag: str) -> T:

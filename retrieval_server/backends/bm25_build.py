@@ -1,43 +1,22 @@
-"""Builds a BM25 index: one pass over the corpus, bm25s for the scores, a manifest, and one rename at the end.
+"""Builds a BM25 index: one pass over the corpus, bm25s for the scores.
 
 Simplified: term ids of the whole corpus are held in memory (about 10 GB for 10 million passages of 100 words).
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import logging
-import os
-import platform
-import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from retrieval_server.analyzer import Analyzer, stemmer_version
-from retrieval_server.backends import BuildPlan
+from retrieval_server.analyzer import Analyzer
 from retrieval_server.backends.bm25 import KIND, STARTS, Bm25Retriever
-from retrieval_server.corpus import CorpusReader, file_sha256, open_corpus, sampled_sha256
-from retrieval_server.errors import CorpusError, IndexFolderError, RetrievalServerError, SettingsError
-from retrieval_server.manifest import (
-    FORMAT,
-    FORMAT_VERSION,
-    MANIFEST_NAME,
-    CorpusIdentity,
-    FileIdentity,
-    Manifest,
-    check_corpus,
-    check_files,
-    read_manifest,
-    write_manifest,
-)
+from retrieval_server.building import BuildPlan, Written, build_index
+from retrieval_server.corpus import CorpusReader, sampled_sha256
+from retrieval_server.errors import CorpusError, SettingsError
+from retrieval_server.manifest import CorpusIdentity, Manifest
 from retrieval_server.types import LoadProgress
 
 logger = logging.getLogger(__name__)
@@ -46,16 +25,13 @@ _REPORT_EVERY_S = 5.0
 
 
 def build(plan: BuildPlan) -> Manifest:
-    """Build ``<save_dir>/bm25`` and return its manifest.
+    """Build ``<save_dir>/bm25`` and return its manifest; see ``building.build_index``.
 
-    The folder appears complete or not at all; an older index there is replaced only then. When it already holds this
-    corpus with these parameters, nothing is done. Raises CorpusError (naming file and line), SettingsError or
-    IndexFolderError.
+    Raises CorpusError (naming file and line), SettingsError or IndexFolderError.
     """
     if plan.k1 < 0 or not 0 <= plan.b <= 1:
         raise SettingsError(f"k1 {plan.k1}, b {plan.b}: k1 must be at least 0 and b between 0 and 1")
     analyzer = Analyzer(plan.stopwords, plan.stemmer)
-    open_corpus(plan.corpus_path).close()  # a wrong path should not leave an empty folder behind
     parameters = {
         "method": "lucene",
         "k1": plan.k1,
@@ -64,78 +40,15 @@ def build(plan: BuildPlan) -> Manifest:
         "stemmer": plan.stemmer,
         "analyzer_fingerprint": analyzer.fingerprint(),
     }
-    target = plan.save_dir / KIND
-    try:
-        plan.save_dir.mkdir(parents=True, exist_ok=True)
-        with _exclusive(plan.save_dir):
-            if not plan.force and (existing := _same_index(target, plan.corpus_path, parameters)) is not None:
-                logger.info("%s already holds this index; --force builds it again", target)
-                return existing
-            return _build_and_swap(plan, target, analyzer, parameters)
-    except OSError as error:
-        raise IndexFolderError(f"{target} cannot be written: {_reason(error, target)}") from error
+
+    def check(folder: Path) -> None:
+        # Also fills the kernel's compile cache.
+        Bm25Retriever.load(folder, plan.corpus_path, LoadProgress(), "full").close()
+
+    return build_index(plan, KIND, parameters, lambda folder: _write(plan, folder, analyzer), check)
 
 
-def _reason(error: OSError, folder: Path) -> str:
-    """Return the error in words, with the free space when that may be the reason (numpy's own has no errno)."""
-    if error.errno not in (None, errno.ENOSPC, errno.EDQUOT):
-        return f"{error.strerror} ({error.filename})"
-    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    return f"{error.strerror or error} ({shutil.disk_usage(existing).free / 1e6:.1f} MB free on that disk)"
-
-
-@contextmanager
-def _exclusive(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, which the kernel drops with the process, however it ends."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise IndexFolderError(f"another process is building an index in {folder}; wait for it") from None
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _same_index(target: Path, corpus_path: Path, parameters: dict[str, Any]) -> Manifest | None:
-    """Return the manifest of an intact index of this corpus with these parameters, or None."""
-    if not (target / MANIFEST_NAME).is_file():
-        return None
-    try:
-        manifest = read_manifest(target)
-        if manifest.kind != KIND or manifest.parameters != parameters:
-            return None
-        check_corpus(corpus_path, manifest.corpus, "full", lambda _: None)
-        check_files(target, manifest, "full", lambda _: None)
-    except RetrievalServerError as error:
-        logger.info("building again: %s", error)
-        return None
-    return manifest
-
-
-def _build_and_swap(plan: BuildPlan, target: Path, analyzer: Analyzer, parameters: dict[str, Any]) -> Manifest:
-    partial = plan.save_dir / f".{KIND}.partial"
-    replaced = plan.save_dir / f".{KIND}.replaced"
-    if target.exists() and not target.is_dir():
-        raise IndexFolderError(f"{target} is a file; move it away")
-    for leftover in (partial, replaced):  # of a build that was killed: we hold the lock, so nobody uses them
-        shutil.rmtree(leftover, ignore_errors=True)
-    partial.mkdir()
-    try:
-        manifest = _write_index(plan, partial, analyzer, parameters)
-        # Through the server's own checks before anybody sees it; also fills the kernel's compile cache.
-        Bm25Retriever.load(partial, plan.corpus_path, LoadProgress(), "full").close()
-        if target.exists():
-            target.rename(replaced)
-        partial.rename(target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(replaced, ignore_errors=True)
-    return manifest
-
-
-def _write_index(plan: BuildPlan, folder: Path, analyzer: Analyzer, parameters: dict[str, Any]) -> Manifest:
+def _write(plan: BuildPlan, folder: Path, analyzer: Analyzer) -> Written:
     import bm25s
 
     logging.getLogger("bm25s").setLevel(logging.WARNING)
@@ -149,11 +62,8 @@ def _write_index(plan: BuildPlan, folder: Path, analyzer: Analyzer, parameters: 
     sampled = sampled_sha256(plan.corpus_path)
     if plan.corpus_path.stat().st_size != reader.size:
         raise CorpusError(f"corpus {plan.corpus_path} changed while it was read; build again")
-    manifest = Manifest(
-        format=FORMAT,
-        format_version=FORMAT_VERSION,
-        kind=KIND,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
+    logger.info("indexed %s passages in %.1f s", f"{len(starts):,}", time.monotonic() - started)
+    return Written(
         corpus=CorpusIdentity(
             file=plan.corpus_path.name,
             passages=len(starts),
@@ -161,26 +71,13 @@ def _write_index(plan: BuildPlan, folder: Path, analyzer: Analyzer, parameters: 
             sha256=reader.sha256,
             sampled_sha256=sampled,
         ),
-        parameters=parameters,
         statistics={
             "terms": len(vocabulary),
             "postings": int(index.scores["indptr"][-1]),
             "mean_passage_terms": round(sum(map(len, term_ids)) / len(term_ids), 3),
         },
-        files={
-            path.name: FileIdentity(bytes=path.stat().st_size, sha256=file_sha256(path))
-            for path in sorted(folder.iterdir())
-        },
-        versions={
-            "python": platform.python_version(),
-            "numpy": np.__version__,
-            "bm25s": metadata.version("bm25s"),
-            "PyStemmer": stemmer_version(),
-        },
+        libraries=("numpy", "bm25s", "PyStemmer"),
     )
-    write_manifest(folder, manifest)
-    logger.info("indexed %s passages in %.1f s", f"{len(starts):,}", time.monotonic() - started)
-    return manifest
 
 
 def _analyze(reader: CorpusReader, analyzer: Analyzer) -> tuple[dict[str, int], list[list[int]], list[int]]:

@@ -1,0 +1,141 @@
+"""What to serve, as data: one frozen model per backend. Flags and YAML both become one of these.
+
+Nothing heavy is imported here; ``backends.LOADERS`` turns a spec into a retriever.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from retrieval_server.manifest import Verify
+
+
+class _Spec(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Bm25Spec(_Spec):
+    """BM25 over an index of this service's builder."""
+
+    name: Literal["bm25"] = "bm25"
+    index_path: Path
+    corpus_path: Path
+    verify: Verify = "auto"
+
+
+class DenseSpec(_Spec):
+    """A text encoder and exact or approximate inner-product search over its vectors."""
+
+    name: Literal["dense"] = "dense"
+    index_path: Path
+    """An index of this builder, or a bare FAISS file as published (``e5_Flat.index``, or the folder of its parts)."""
+    corpus_path: Path
+    verify: Verify = "auto"
+    model_path: str | None = None
+    """Encoder; null takes the one that the manifest names. Required for a bare FAISS file."""
+    encoder: str | None = None
+    """Family that decides prefixes and pooling where the manifest does not: e5, bge, contriever, dpr, plain ..."""
+    pooling: Literal["mean", "cls", "pooler"] | None = None
+    query_prefix: str | None = None
+    max_query_length: int = Field(default=256, ge=8)
+    """Tokens of a query; a longer one loses its beginning, since a pasted conversation ends with its question."""
+    batch_size: int = Field(default=64, ge=1)
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    device: str = "auto"
+    faiss_gpu: bool = False
+    search: Literal["auto", "faiss", "torch"] = "auto"
+    nprobe: int | None = Field(default=None, ge=1)
+    ef_search: int | None = Field(default=None, ge=1)
+    threads: int = Field(default=0, ge=0)
+    """Threads of one search; 0 takes as many as the process may use."""
+
+
+class LuceneSpec(_Spec):
+    """A Lucene index that pyserini or Anserini built, searched in a JVM process of its own."""
+
+    name: Literal["lucene"] = "lucene"
+    index_path: Path
+    corpus_path: Path | None = None
+    """Texts, for an index without stored ones."""
+    k1: float = Field(default=0.9, ge=0)
+    b: float = Field(default=0.4, ge=0, le=1)
+    heap_mb: int = Field(default=2048, ge=64)
+    threads: int = Field(default=1, ge=1)
+    java_home: Path | None = None
+    anserini_jar: Path | None = None
+    timeout_s: float = Field(default=60.0, gt=0)
+
+
+class HybridSpec(_Spec):
+    """Fusion of two backends' rankings."""
+
+    name: Literal["hybrid"] = "hybrid"
+    first: Spec
+    second: Spec
+    method: Literal["rrf", "weighted"] = "rrf"
+    rrf_k: int = Field(default=60, ge=0)
+    weight: float = Field(default=0.5, ge=0, le=1)
+    """Share of the first backend under ``weighted``; the second has the rest."""
+    depth: int = Field(default=100, ge=1)
+    """Documents taken from each backend at least; more when a request asks for more."""
+
+
+class RerankSpec(_Spec):
+    """A cross-encoder that orders again what a first stage found."""
+
+    name: Literal["rerank"] = "rerank"
+    first: Spec
+    model_path: str
+    depth: int = Field(default=10, ge=1)
+    """k1: documents taken from the first stage; more when a request asks for more."""
+    max_length: int = Field(default=512, ge=16)
+    batch_size: int = Field(default=32, ge=1)
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    device: str = "auto"
+    threads: int = Field(default=0, ge=0)
+
+
+class WebSpec(_Spec):
+    """A web search API. Its key comes from the environment, never from here."""
+
+    name: Literal["web"] = "web"
+    provider: Literal["serper", "serpapi", "google", "brave", "tavily"]
+    base_url: str | None = None
+    """Another address of the same API, for a gateway."""
+    fetch_pages: bool = False
+    """Text of the pages instead of the snippets."""
+    page_chars: int = Field(default=2000, ge=100)
+    timeout_s: float = Field(default=10.0, gt=0)
+    retries: int = Field(default=3, ge=0)
+    requests_per_second: float = Field(default=5.0, gt=0)
+    parallel: int = Field(default=8, ge=1)
+    state_path: Path = Path("web-search.sqlite")
+    """Cache and budget, kept over restarts."""
+    cache_days: float = Field(default=30.0, ge=0)
+    budget: int | None = Field(default=None, ge=0)
+    """Paid requests in all; null: no limit. When they are spent, queries that are not cached are refused."""
+    language: str = "en"
+    country: str = "us"
+
+
+class ProxySpec(_Spec):
+    """Other servers of this wire format behind one address."""
+
+    name: Literal["proxy"] = "proxy"
+    replicas: list[str] = Field(min_length=1)
+    """Base addresses, ``http://host:port``."""
+    timeout_s: float = Field(default=60.0, gt=0)
+    health_interval_s: float = Field(default=2.0, gt=0)
+    max_tries: int = Field(default=3, ge=1)
+    parallel: int = Field(default=16, ge=1)
+    api_key_env: str | None = None
+
+
+Spec = Annotated[
+    Bm25Spec | DenseSpec | LuceneSpec | HybridSpec | RerankSpec | WebSpec | ProxySpec, Field(discriminator="name")
+]
+HybridSpec.model_rebuild()
+RerankSpec.model_rebuild()
