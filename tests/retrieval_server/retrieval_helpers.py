@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from retrieval_server.building import BuildPlan
 from retrieval_server.backends.bm25 import Bm25Retriever
+from retrieval_server.building import BuildPlan
 from retrieval_server.types import Document, Hit, LoadProgress
 
 PASSAGES = [
