@@ -76,6 +76,20 @@ class SearchConfig(_Section):
     retriever: RetrieverConfig = RetrieverConfig()
     reward_model: RewardConfig = RewardConfig()
 
+    def notes(self, run: Any) -> list[str]:
+        """Return what ``--check`` says about this run's episodes: legal, but worth a look."""
+        data = run.data
+        room = data.max_prompt_length + data.max_response_length
+        turns = self.max_turns if self.do_search else 0
+        turn = data.max_response_length + data.max_obs_length
+        needed = data.max_start_length + turns * turn + data.max_response_length
+        if needed <= room:
+            return []
+        return [
+            f"an episode of {turns} searches with everything at its longest needs {needed} tokens, the context has "
+            f"{room}: such episodes end early; they fit with data.max_prompt_length={needed - data.max_response_length}"
+        ]
+
 
 @dataclass(frozen=True, slots=True)
 class EpisodeSettings:

@@ -396,7 +396,8 @@ class Task(Protocol):
     def config_schema(cls) -> type[Any]:
         """Return the pydantic model whose fields are the task's own top-level config keys.
 
-        The validated instance travels as ``RunConfig.task_config``.
+        The validated instance travels as ``RunConfig.task_config``. It may have a method ``notes(run) -> list[str]``:
+        what ``--check`` says of a run that is legal but worth a look.
         """
         ...
 

@@ -42,7 +42,10 @@ def load_rows(paths: Sequence[str | Path], prompt_key: str = "prompt", limit: in
             raise DataError(f"{path}: no such file; set data.train_files or data.val_files")
         for place, row in READERS[path.suffix](path, prompt_key):
             if row.qid in places:
-                raise DataError(f"{place}: qid {row.qid!r} occurs before, at {places[row.qid]}; it must be unique")
+                raise DataError(
+                    f"{place}: qid {row.qid!r} occurs before, at {places[row.qid]}; it must be unique (parquet rows "
+                    "are named data_source:file:row, so give files of one source different names)"
+                )
             places[row.qid] = place
             rows.append(row)
     if not rows:

@@ -4,7 +4,7 @@ Columns: ``data_source``, ``prompt`` (chat messages, with the conversation insid
 ``reward_model.ground_truth.{target, rewrite, doc}``. ``target`` is what answers are scored against. Where files have
 them, ``history``, ``conv_id``, ``turn_id``, ``gold_passage_ids``, ``topic_shift`` and ``corpus_sha256`` are read as in
 our own format; without a history only ``data.template=row`` can be used. ``extra_info.index`` is not unique over merged
-files, so rows are named by file and position.
+files, so rows are named ``<data_source>:<file stem>:<position>``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def read_parquet(path: Path, prompt_key: str = "prompt") -> Iterator[tuple[str, 
             index += 1
 
 
-def _row(fields: Fields, qid: str, prompt_key: str) -> Row:
+def _row(fields: Fields, position: str, prompt_key: str) -> Row:
+    source = fields.text_or_none("data_source") or DEFAULT_SOURCE
     truth = _ground_truth(fields)
     golden = fields.texts_or_none("golden_answers")
     if truth.raw("target") is None and golden is None:
@@ -46,7 +47,7 @@ def _row(fields: Fields, qid: str, prompt_key: str) -> Row:
     assert answers is not None
     has_history = fields.raw("history") is not None
     return Row(
-        qid=qid,
+        qid=f"{source}:{position}",
         question=fields.text("question"),
         answers=answers,
         history=fields.history("history") if has_history else None,
@@ -56,7 +57,7 @@ def _row(fields: Fields, qid: str, prompt_key: str) -> Row:
         gold_passage_ids=fields.texts_or_none("gold_passage_ids"),
         gold_text=truth.text_or_none("doc"),
         topic_shift=fields.flag_or_none("topic_shift"),
-        data_source=fields.text_or_none("data_source") or DEFAULT_SOURCE,
+        data_source=source,
         corpus_sha256=fields.text_or_none("corpus_sha256"),
         messages=_messages(fields, prompt_key),
         extra={} if golden is None or golden == answers else {"golden_answers": list(golden)},

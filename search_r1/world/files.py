@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -50,11 +51,17 @@ def build_rows(split: str, settings: WorldSettings = DEFAULT_WORLD) -> list[dict
 
 
 def write_world(folder: Path, settings: WorldSettings = DEFAULT_WORLD) -> dict[str, int]:
-    """Writes ``corpus.jsonl`` and ``<split>.jsonl``; returns file name -> number of lines."""
+    """Writes ``corpus.jsonl`` and ``<split>.jsonl``; returns file name -> number of lines.
+
+    Rows name their corpus by its hash, so that a run against another one is refused at its start.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    counts = {"corpus.jsonl": _write_jsonl(folder / "corpus.jsonl", build_corpus(settings))}
+    corpus = folder / "corpus.jsonl"
+    counts = {corpus.name: _write_jsonl(corpus, build_corpus(settings))}
+    source = {"corpus_sha256": hashlib.sha256(corpus.read_bytes()).hexdigest()}
     for split in settings.splits:
-        counts[f"{split}.jsonl"] = _write_jsonl(folder / f"{split}.jsonl", build_rows(split, settings))
+        rows_of_split = [row | source for row in build_rows(split, settings)]
+        counts[f"{split}.jsonl"] = _write_jsonl(folder / f"{split}.jsonl", rows_of_split)
     return counts
 
 

@@ -64,3 +64,17 @@ def test_notes_name_missing_files_and_a_cut_distribution() -> None:
     )
     assert "data.val_files: nowhere.jsonl does not exist" in text
     assert "top_p < 1" in text
+
+
+def test_a_context_that_cannot_hold_the_turns_is_noted_with_the_length_that_would() -> None:
+    # 100 + 2 * (20 + 30) + 20 = 220 tokens at the most, of which the last generation takes 20.
+    lengths = ["max_start_length=100", "max_response_length=20", "max_obs_length=30"]
+    overrides = ["max_turns=2", *(f"data.{length}" for length in lengths)]
+
+    def said(max_prompt_length: int) -> list[str]:
+        found = notes(load_config(overrides=[*overrides, f"data.max_prompt_length={max_prompt_length}"]))
+        return [note for note in found if "at its longest" in note]
+
+    assert said(200) == []
+    (note,) = said(199)
+    assert "needs 220 tokens, the context has 219" in note and "data.max_prompt_length=200" in note

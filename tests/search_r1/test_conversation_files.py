@@ -123,11 +123,20 @@ def parquet(path: Path, *rows: dict[str, Any]) -> Path:
 
 def test_published_parquet_row(tmp_path: Path) -> None:
     first, second = load_rows([parquet(tmp_path / "test.parquet", published(), published())])
-    assert (first.qid, second.qid) == ("test:0", "test:1")  # extra_info.index is 0 in both
+    assert (first.qid, second.qid) == ("topiocqa:test:0", "topiocqa:test:1")  # extra_info.index is 0 in both
     assert first.answers == ("1990",) and first.extra == {"golden_answers": ["1990", "in 1990"]}
     assert (first.rewrite, first.gold_text, first.history) == ("When was it?", None, None)
     assert first.messages == ({"role": "user", "content": "<context>\n</context>\nUser query:\nWhen?"},)
     assert Row.from_json(json.loads(json.dumps(first.to_json()))) == first
+
+
+def test_parquet_files_of_two_sources_may_have_the_same_name(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    paths = [parquet(tmp_path / name / "train.parquet", published(data_source=name)) for name in ("a", "b")]
+    assert [row.qid for row in load_rows(paths)] == ["a:train:0", "b:train:0"]
+    with pytest.raises(DataError, match="give files of one source different names"):
+        load_rows([paths[0], paths[0]])
 
 
 def test_parquet_without_ground_truth_uses_golden_answers(tmp_path: Path) -> None:

@@ -82,6 +82,8 @@ def notes(config: RunConfig) -> list[str]:
     model = config.actor_rollout_ref.model.path
     if not Path(model).is_dir():
         found.append(f"actor_rollout_ref.model.path: no folder {model} here (yet)")
+    if hasattr(config.task_config, "notes"):
+        found += config.task_config.notes(config)
     return found
 
 

@@ -1,3 +1,4 @@
+import hashlib
 import json
 
 from search_r1.world import WorldSettings, write_world
@@ -14,3 +15,10 @@ def test_the_same_settings_write_the_same_bytes(tmp_path):
         assert text == (tmp_path / "b" / name).read_text()
         assert len(text.splitlines()) == n_lines
         assert all(isinstance(json.loads(line), dict) for line in text.splitlines())
+
+
+def test_rows_name_the_corpus_they_were_written_with(tmp_path):
+    write_world(tmp_path, WorldSettings({"dev": SplitSize(10, 3)}, seed=5))
+    digest = hashlib.sha256((tmp_path / "corpus.jsonl").read_bytes()).hexdigest()
+    rows = [json.loads(line) for line in (tmp_path / "dev.jsonl").read_text().splitlines()]
+    assert {row["corpus_sha256"] for row in rows} == {digest}
