@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,7 +14,7 @@ from starlette.requests import ClientDisconnect
 
 from retrieval_server.batching import SearchFailedError
 from retrieval_server.envelope import Envelope
-from retrieval_server.errors import NotReadyError, QueueFullError
+from retrieval_server.errors import NotReadyError, QueueFullError, SearchUnavailableError
 from retrieval_server.metrics import ServerMetrics
 from retrieval_server.service import Loader, RetrievalService
 from retrieval_server.settings import Settings
@@ -121,8 +122,14 @@ def _error_answers() -> dict[int | type[Exception], Answer]:
     async def refused(request: Request, error: RequestError) -> Response:
         return JSONResponse({"detail": error.detail}, error.status, headers=error.headers)
 
+    async def unavailable(request: Request, error: SearchUnavailableError) -> Response:
+        wait = error.retry_after_s
+        headers = {} if wait is None else {"Retry-After": str(max(1, math.ceil(wait)))}
+        return JSONResponse({"detail": str(error)}, 503, headers=headers)
+
     return {
         RequestError: refused,
+        SearchUnavailableError: unavailable,
         NotReadyError: answer(503, _RETRY_SOON),
         QueueFullError: answer(429, _RETRY_SOON),
         SearchFailedError: answer(500),

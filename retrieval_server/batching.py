@@ -1,7 +1,8 @@
-"""Searches queries of many requests together: one search at a time, everything that waits goes into the next.
+"""Searches queries of many requests together: everything that waits goes into the next search.
 
 No artificial delay: while one batch is searched the next one gathers, so batches grow with the load and a lone query
-is searched at once.
+is searched at once. A backend that waits for other machines may be given several batches at a time; what waits is then
+shared out among the searches that are free.
 """
 
 from __future__ import annotations
@@ -10,18 +11,17 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from retrieval_server.cache import Key, ResultCache
-from retrieval_server.errors import QueueFullError
+from retrieval_server.errors import QueueFullError, SearchUnavailableError
 from retrieval_server.metrics import ServerMetrics
 from retrieval_server.settings import Settings
-from retrieval_server.types import Hit
+from retrieval_server.types import Hit, Retriever, Timed
 
 logger = logging.getLogger(__name__)
 
-Search = Callable[[Sequence[str], int], list[list[Hit]]]
 Hits = tuple[Hit, ...]
 
 
@@ -30,27 +30,29 @@ class SearchFailedError(Exception):
 
 
 class MicroBatcher:
-    """Cache, in-flight sharing and a bounded queue in front of one search function.
+    """Cache, in-flight sharing and a bounded queue in front of one retriever.
 
-    Lives in one event loop; the search runs in a thread of its own, one call at a time.
+    Lives in one event loop; searches run in threads of their own, ``retriever.parallel`` at a time.
     """
 
-    def __init__(self, search: Search, settings: Settings, metrics: ServerMetrics) -> None:
-        self._search = search
+    def __init__(self, retriever: Retriever, settings: Settings, metrics: ServerMetrics) -> None:
+        self._retriever = retriever
         self._settings = settings
         self._metrics = metrics
         self._cache = ResultCache(settings.cache_units)
         self._in_flight: dict[Key, asyncio.Future[Hits]] = {}
         self._queue: deque[Key] = deque()
         self._wake = asyncio.Event()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="search")
-        self._worker = asyncio.create_task(self._work())
+        self._parallel = max(1, retriever.parallel)
+        self._running = 0
+        self._threads = ThreadPoolExecutor(self._parallel, thread_name_prefix="search")
+        self._workers = [asyncio.create_task(self._work()) for _ in range(self._parallel)]
 
     async def search(self, queries: Sequence[str], k: int) -> list[Hits]:
         """Return the hits of each query, in order.
 
         Raises QueueFullError, before anything is queued, when the queue has no room for the new ones among them, and
-        SearchFailedError when the backend failed on one of them.
+        SearchUnavailableError or SearchFailedError when the backend had no answer to one of them.
         """
         found: dict[Key, Hits] = {}
         waiting: dict[Key, asyncio.Future[Hits]] = {}
@@ -86,47 +88,75 @@ class MicroBatcher:
 
     async def _work(self) -> None:
         while True:
-            await self._wake.wait()
-            while self._queue:
-                await self._run(self._next_batch())
-            self._wake.clear()
+            while not self._queue:
+                self._wake.clear()
+                await self._wake.wait()
+            batch = self._next_batch()
+            self._count_running(1)
+            try:
+                await self._run(batch)
+            finally:
+                self._count_running(-1)
+
+    def _count_running(self, change: int) -> None:
+        self._running += change
+        self._metrics.running.set(self._running)
 
     def _next_batch(self) -> list[Key]:
-        """Take what waits, in order of arrival, up to the batch limit or the first query with another k."""
+        """Take a share of what waits, in order of arrival, up to the batch limit or the first query with another k."""
+        free = self._parallel - self._running
+        size = min(self._settings.max_batch, -(-len(self._queue) // free))
         k = self._queue[0][1]
         batch: list[Key] = []
-        while self._queue and len(batch) < self._settings.max_batch and self._queue[0][1] == k:
+        while self._queue and len(batch) < size and self._queue[0][1] == k:
             batch.append(self._queue.popleft())
         self._metrics.queue.set(len(self._queue))
         return batch
 
     async def _run(self, batch: list[Key]) -> None:
         """Search one batch and answer everybody who waits for it. A failure is theirs alone."""
-        started = time.perf_counter()
         queries, k = [query for query, _ in batch], batch[0][1]
         try:
-            results = await asyncio.get_running_loop().run_in_executor(self._thread, self._search, queries, k)
+            results = await asyncio.get_running_loop().run_in_executor(self._threads, self._search, queries, k)
             if len(results) != len(batch):
                 raise RuntimeError(f"{len(results)} results for {len(batch)} queries")
         except Exception as error:
-            logger.exception("search of %d queries failed", len(batch))
-            self._metrics.failed_batches.inc()
-            failure = SearchFailedError(f"{type(error).__name__}: {error}")
-            for key in batch:
-                future = self._in_flight.pop(key)
-                future.set_exception(failure)
-                future.exception()  # read once here: with its client gone nobody else may ever look
+            self._fail(batch, error)
             return
         for key, hits in zip(batch, map(tuple, results), strict=True):
             self._cache.put(key, hits)
             self._in_flight.pop(key).set_result(hits)
         self._metrics.cache_weight.set(self._cache.weight)
         self._metrics.batch_size.observe(len(batch))
+
+    def _search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
+        """Search in this thread, and note how long it took."""
+        started = time.perf_counter()
+        results = self._retriever.search(queries, k)
         self._metrics.search_seconds.observe(time.perf_counter() - started)
+        if isinstance(self._retriever, Timed):
+            for stage, seconds in self._retriever.timings().items():
+                self._metrics.stage_seconds.labels(stage).observe(seconds)
+        return results
+
+    def _fail(self, batch: list[Key], error: Exception) -> None:
+        self._metrics.failed_batches.inc()
+        failure: Exception
+        if isinstance(error, SearchUnavailableError):
+            logger.warning("search of %d queries refused: %s", len(batch), error)
+            failure = error
+        else:
+            logger.error("search of %d queries failed", len(batch), exc_info=error)
+            failure = SearchFailedError(f"{type(error).__name__}: {error}")
+        for key in batch:
+            future = self._in_flight.pop(key)
+            future.set_exception(failure)
+            future.exception()  # read once here: with its client gone nobody else may ever look
 
     async def stop(self) -> None:
-        """Finish what was accepted, then end the thread."""
+        """Finish what was accepted, then end the threads."""
         if self._in_flight:
             await asyncio.wait(list(self._in_flight.values()))
-        self._worker.cancel()
-        self._thread.shutdown(wait=True)
+        for worker in self._workers:
+            worker.cancel()
+        self._threads.shutdown(wait=True)

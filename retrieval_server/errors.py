@@ -25,3 +25,15 @@ class NotReadyError(RetrievalServerError):
 
 class QueueFullError(RetrievalServerError):
     """More queries are waiting than the server accepts; the client should come back later."""
+
+
+class SearchUnavailableError(RetrievalServerError):
+    """A backend cannot answer now though nothing is wrong here: no replica is reachable, a provider's limit is spent.
+
+    Answered with 503, and with Retry-After where waiting helps.
+    """
+
+    def __init__(self, message: str, retry_after_s: float | None = 1.0) -> None:
+        """``retry_after_s``: when a client may come back; None when it makes no difference."""
+        super().__init__(message)
+        self.retry_after_s = retry_after_s

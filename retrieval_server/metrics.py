@@ -31,6 +31,14 @@ class ServerMetrics:
         self.search_seconds = Histogram(
             f"{prefix}search_seconds", "Time of one batch in the backend", buckets=_SECONDS, registry=registry
         )
+        self.stage_seconds = Histogram(
+            f"{prefix}stage_seconds",
+            "Time of one batch in a stage of the backend",
+            ["stage"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.running = Gauge(f"{prefix}running_searches", "Batches in the backend now", registry=registry)
         self.failed_batches = Counter(f"{prefix}failed_batches", "Batches the backend failed on", registry=registry)
         self.ready = Gauge(f"{prefix}ready", "1 when the index is loaded", registry=registry)
 

@@ -74,7 +74,7 @@ class RetrievalService:
             retriever.close()
             return
         self._retriever = retriever
-        self._batcher = MicroBatcher(retriever.search, self._settings, self._metrics)
+        self._batcher = MicroBatcher(retriever, self._settings, self._metrics)
         self._metrics.ready.set(1)
         size = "" if retriever.size is None else f", {retriever.size:,} passages"
         logger.info("ready: %s%s, loaded in %.1f s", retriever.name, size, seconds)
@@ -96,7 +96,7 @@ class RetrievalService:
     async def retrieve(self, queries: Sequence[str], topk: int) -> list[Hits]:
         """Return at most ``topk`` hits per query, in order; a blank query has none.
 
-        Raises NotReadyError, QueueFullError or SearchFailedError.
+        Raises NotReadyError, QueueFullError, SearchUnavailableError or SearchFailedError.
         """
         if self._batcher is None or self._retriever is None:
             raise NotReadyError(self._not_ready_reason())

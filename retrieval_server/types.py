@@ -9,7 +9,7 @@ import json
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Hit:
 
 
 class Retriever(Protocol):
-    """A search backend. It is called from one thread at a time."""
+    """A search backend. ``search`` is called from at most ``parallel`` threads at a time."""
 
     @property
     def name(self) -> str:
@@ -54,6 +54,11 @@ class Retriever(Protocol):
     @property
     def size(self) -> int | None:
         """N, or None when the collection has no known size."""
+        ...
+
+    @property
+    def parallel(self) -> int:
+        """Searches that may run at the same time: 1 for one that computes here, more for one that waits for others."""
         ...
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
@@ -70,6 +75,15 @@ class Retriever(Protocol):
 
     def close(self) -> None:
         """Release files and processes."""
+        ...
+
+
+@runtime_checkable
+class Timed(Protocol):
+    """A retriever that can say where the time of a search went. Optional."""
+
+    def timings(self) -> dict[str, float]:
+        """Return the seconds per stage ("encode", "search", "rerank" ...) of this thread's last search."""
         ...
 
 

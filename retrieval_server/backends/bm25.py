@@ -31,6 +31,7 @@ class Bm25Retriever:
     """Implements ``types.Retriever``. Among equal scores the passage that comes first in the corpus ranks first."""
 
     name = KIND
+    parallel = 1
 
     def __init__(
         self,

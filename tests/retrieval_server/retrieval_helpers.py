@@ -44,6 +44,7 @@ class ScriptedRetriever:
     """Answers from a dictionary, records its calls, and can be told to wait or to fail."""
 
     name = "scripted"
+    parallel = 1
 
     def __init__(self, answers: dict[str, list[str]], size: int | None = None) -> None:
         self.answers = answers

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -12,7 +13,7 @@ from retrieval_helpers import ScriptedRetriever, document
 
 from retrieval_server.batching import Hits, MicroBatcher, SearchFailedError
 from retrieval_server.cache import ResultCache
-from retrieval_server.errors import QueueFullError
+from retrieval_server.errors import QueueFullError, SearchUnavailableError
 from retrieval_server.metrics import ServerMetrics
 from retrieval_server.settings import Settings
 from retrieval_server.types import Hit
@@ -20,7 +21,7 @@ from retrieval_server.types import Hit
 
 @asynccontextmanager
 async def batching(retriever: ScriptedRetriever, **settings: Any) -> AsyncIterator[MicroBatcher]:
-    batcher = MicroBatcher(retriever.search, Settings(**settings), ServerMetrics())
+    batcher = MicroBatcher(retriever, Settings(**settings), ServerMetrics())
     try:
         yield batcher
     finally:
@@ -170,3 +171,77 @@ def test_the_cache_is_bounded_by_weight_and_drops_the_longest_unused() -> None:
     assert cache.weight == 2
     cache.put(("x" * 5000, 1), hits(1))  # a long query weighs too
     assert cache.weight == 2 + 1 + 1 + 4
+
+
+class Wide(ScriptedRetriever):
+    """Three searches at a time, and the most that ever ran at once."""
+
+    parallel = 3
+
+    def __init__(self, answers: dict[str, list[str]]) -> None:
+        super().__init__(answers)
+        self._lock = threading.Lock()
+        self.running = self.most = 0
+
+    def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
+        with self._lock:
+            self.running += 1
+            self.most = max(self.most, self.running)
+        try:
+            return super().search(queries, k)
+        finally:
+            with self._lock:
+                self.running -= 1
+
+
+async def test_a_parallel_backend_gets_its_share_of_searches_and_no_more() -> None:
+    retriever = Wide({query: [query] for query in "abcdefgh"})
+    retriever.gate.clear()
+    async with batching(retriever) as batcher:
+        first = asyncio.create_task(batcher.search(list("abcde"), 1))
+        await settle(lambda: retriever.running == 3)
+        second = asyncio.create_task(batcher.search(list("fgh"), 1))
+        await settle()
+        assert retriever.running == 3
+        retriever.gate.set()
+        assert ids(await first) == [[query] for query in "abcde"]
+        assert ids(await second) == [[query] for query in "fgh"]
+    assert retriever.most == 3
+    batches = sorted(queries for queries, _ in retriever.calls)
+    assert batches == [["a", "b"], ["c", "d"], ["e"], ["f", "g", "h"]]
+
+
+async def test_of_parallel_searches_one_fails_alone_and_stopping_waits_for_all() -> None:
+    retriever = Wide({"a": ["1"], "b": ["2"]})
+    retriever.gate.clear()
+    async with batching(retriever) as batcher:
+        tasks = [asyncio.create_task(batcher.search([query], 1)) for query in ("a", "fail", "b")]
+        await settle(lambda: retriever.running == 3)
+    assert ids(tasks[0].result()) == [["1"]]
+    assert isinstance(tasks[1].exception(), SearchFailedError)
+    assert ids(tasks[2].result()) == [["2"]]
+
+
+async def test_a_backend_that_cannot_answer_now_is_told_apart_from_one_that_breaks() -> None:
+    class Spent(ScriptedRetriever):
+        def search(self, queries: Any, k: int) -> list[list[Hit]]:
+            raise SearchUnavailableError("the budget is spent", None)
+
+    async with batching(Spent({})) as batcher:
+        with pytest.raises(SearchUnavailableError, match="the budget is spent"):
+            await batcher.search(["a"], 1)
+
+
+async def test_the_stages_of_a_search_are_measured_apart() -> None:
+    class Staged(ScriptedRetriever):
+        def timings(self) -> dict[str, float]:
+            return {"encode": 0.2, "search": 0.5}
+
+    metrics = ServerMetrics()
+    batcher = MicroBatcher(Staged({}), Settings(), metrics)
+    await batcher.search(["a"], 1)
+    await batcher.search(["b"], 1)
+    await batcher.stop()
+    for stage, seconds in (("encode", 0.4), ("search", 1.0)):
+        assert metrics.registry.get_sample_value("retrieval_stage_seconds_sum", {"stage": stage}) == seconds
+        assert metrics.registry.get_sample_value("retrieval_stage_seconds_count", {"stage": stage}) == 2
