@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from retrieval_server.cache import Key, ResultCache
-from retrieval_server.errors import QueueFullError, SearchUnavailableError
+from retrieval_server.errors import PartialSearchError, QueueFullError, SearchUnavailableError
 from retrieval_server.metrics import ServerMetrics
 from retrieval_server.settings import Settings
 from retrieval_server.types import Hit, Retriever, Timed
@@ -116,18 +116,38 @@ class MicroBatcher:
     async def _run(self, batch: list[Key]) -> None:
         """Search one batch and answer everybody who waits for it. A failure is theirs alone."""
         queries, k = [query for query, _ in batch], batch[0][1]
+        outcomes: Sequence[Sequence[Hit] | Exception]
         try:
             results = await asyncio.get_running_loop().run_in_executor(self._threads, self._search, queries, k)
             if len(results) != len(batch):
                 raise RuntimeError(f"{len(results)} results for {len(batch)} queries")
+        except PartialSearchError as error:
+            if error.origin is not self._retriever or len(error.outcomes) != len(batch):
+                self._fail(batch, error)
+                return
+            self._metrics.failed_batches.inc()
+            outcomes = error.outcomes
         except Exception as error:
             self._fail(batch, error)
             return
-        for key, hits in zip(batch, map(tuple, results), strict=True):
-            self._cache.put(key, hits)
-            self._in_flight.pop(key).set_result(hits)
+        else:
+            outcomes = results
+        for key, outcome in zip(batch, outcomes, strict=True):
+            if isinstance(outcome, Exception):
+                self._refuse(key, outcome)
+            else:
+                self._answer(key, tuple(outcome))
         self._metrics.cache_weight.set(self._cache.weight)
         self._metrics.batch_size.observe(len(batch))
+
+    def _answer(self, key: Key, hits: Hits) -> None:
+        self._cache.put(key, hits)
+        self._in_flight.pop(key).set_result(hits)
+
+    def _refuse(self, key: Key, error: Exception) -> None:
+        future = self._in_flight.pop(key)
+        future.set_exception(error)
+        future.exception()  # read once here: with its client gone nobody else may ever look
 
     def _search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
         """Search in this thread, and note how long it took."""
@@ -149,9 +169,7 @@ class MicroBatcher:
             logger.error("search of %d queries failed", len(batch), exc_info=error)
             failure = SearchFailedError(f"{type(error).__name__}: {error}")
         for key in batch:
-            future = self._in_flight.pop(key)
-            future.set_exception(failure)
-            future.exception()  # read once here: with its client gone nobody else may ever look
+            self._refuse(key, failure)
 
     async def stop(self) -> None:
         """Finish what was accepted, then end the threads."""

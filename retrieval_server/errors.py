@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 
 class RetrievalServerError(Exception):
     """Base of the errors that the entry points print without a traceback before they exit with 2."""
@@ -37,3 +40,19 @@ class SearchUnavailableError(RetrievalServerError):
         """``retry_after_s``: when a client may come back; None when it makes no difference."""
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class PartialSearchError(SearchUnavailableError):
+    """Some queries of one search have no answer now. The others have their hits, so nobody has to search them again."""
+
+    def __init__(self, origin: object, outcomes: Sequence[Any]) -> None:
+        """``origin`` is the retriever that raises it; ``outcomes`` has per query its hits or its error [Q].
+
+        The hits are the origin's. A retriever on top of it has still to fuse or rerank them, so they count only for
+        who called the origin itself; for everybody else the whole search is unavailable.
+        """
+        failures = [outcome for outcome in outcomes if isinstance(outcome, SearchUnavailableError)]
+        first = failures[0]
+        super().__init__(f"{len(failures)} of {len(outcomes)} queries: {first}", first.retry_after_s)
+        self.origin = origin
+        self.outcomes = outcomes

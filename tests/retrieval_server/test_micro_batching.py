@@ -13,7 +13,7 @@ from retrieval_helpers import ScriptedRetriever, document
 
 from retrieval_server.batching import Hits, MicroBatcher, SearchFailedError
 from retrieval_server.cache import ResultCache
-from retrieval_server.errors import QueueFullError, SearchUnavailableError
+from retrieval_server.errors import PartialSearchError, QueueFullError, SearchUnavailableError
 from retrieval_server.metrics import ServerMetrics
 from retrieval_server.settings import Settings
 from retrieval_server.types import Hit
@@ -104,6 +104,48 @@ async def test_a_backend_that_loses_a_result_is_an_error_and_not_a_shift() -> No
     async with batching(Lossy({"a": ["1"], "b": ["2"]})) as batcher:
         with pytest.raises(SearchFailedError, match="1 results for 2 queries"):
             await batcher.search(["a", "b"], 1)
+
+
+class Partial(ScriptedRetriever):
+    """Refuses the queries that begin with "no", and answers the others of the same search."""
+
+    def __init__(self, answers: dict[str, list[str]], origin: object | None = None) -> None:
+        super().__init__(answers)
+        self.origin = origin or self
+
+    def search(self, queries: Any, k: int) -> list[list[Hit]]:
+        found = super().search(queries, k)
+        refusal = SearchUnavailableError("spent", 60)
+        if any(query.startswith("no") for query in queries):
+            outcomes = [refusal if q.startswith("no") else hits for q, hits in zip(queries, found, strict=True)]
+            raise PartialSearchError(self.origin, outcomes)
+        return found
+
+
+async def test_a_refused_query_leaves_the_others_of_its_batch_their_answers() -> None:
+    retriever = Partial({"a": ["1"], "b": ["2"]})
+    retriever.gate.clear()
+    async with batching(retriever) as batcher:
+        running = asyncio.create_task(batcher.search(["a"], 1))
+        await settle()
+        refused = asyncio.create_task(batcher.search(["no 1", "b"], 1))
+        answered = asyncio.create_task(batcher.search(["b"], 1))
+        await settle()
+        retriever.gate.set()
+        await running
+        with pytest.raises(SearchUnavailableError, match=r"^spent$"):
+            await refused
+        assert ids(await answered) == [["2"]]
+        await batcher.search(["b"], 1)  # kept
+        with pytest.raises(SearchUnavailableError):
+            await batcher.search(["no 1"], 1)  # not kept
+    assert [queries for queries, _ in retriever.calls] == [["a"], ["no 1", "b"], ["no 1"]]
+
+
+async def test_partial_answers_of_a_part_are_not_those_of_the_whole() -> None:
+    async with batching(Partial({"b": ["2"]}, origin=ScriptedRetriever({}))) as batcher:
+        with pytest.raises(SearchUnavailableError, match="1 of 2 queries: spent"):
+            await batcher.search(["no 1", "b"], 1)
 
 
 async def test_a_full_queue_refuses_before_it_takes_anything() -> None:
