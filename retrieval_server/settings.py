@@ -35,18 +35,24 @@ class Settings:
     """One JSON line per request. Off by default: writing to a slow terminal shows up in every response time."""
 
     def __post_init__(self) -> None:
-        for name in ("topk", "max_topk", "max_queries", "max_documents", "max_body_bytes", "max_batch", "max_queue"):
-            value = getattr(self, name)
-            if value < 1:
-                raise SettingsError(f"{name} is {value}; it must be at least 1")
+        if problems := self._problems():
+            raise SettingsError("\n".join(problems))
+
+    def _problems(self) -> list[str]:
+        """Return what is impossible, one line each."""
+        at_least_one = ("topk", "max_topk", "max_queries", "max_documents", "max_body_bytes", "max_batch", "max_queue")
+        found = [
+            f"{name} is {value}; it must be at least 1" for name in at_least_one if (value := getattr(self, name)) < 1
+        ]
         if self.cache_units < 0:
-            raise SettingsError(f"cache_units is {self.cache_units}; it must be 0 (no cache) or more")
-        if self.body_timeout_s <= 0:
-            raise SettingsError(f"body_timeout_s is {self.body_timeout_s}; it must be above 0")
+            found.append(f"cache_units is {self.cache_units}; it must be 0 (no cache) or more")
+        if not self.body_timeout_s > 0:
+            found.append(f"body_timeout_s is {self.body_timeout_s}; it must be above 0")
         if self.topk > self.max_topk:
-            raise SettingsError(f"topk {self.topk} is above max_topk {self.max_topk}; lower the one or raise the other")
+            found.append(f"topk {self.topk} is above max_topk {self.max_topk}; lower the one or raise the other")
         if self.max_queries > self.max_queue:
-            raise SettingsError(
+            found.append(
                 f"max_queries {self.max_queries} is above max_queue {self.max_queue}: "
                 "the largest request could never be accepted"
             )
+        return found

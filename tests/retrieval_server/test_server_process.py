@@ -90,9 +90,10 @@ def test_failures_to_load_end_the_process_with_one_line(built: tuple[Path, Path]
         f"error: corpus {truncated} has 568 bytes, but the index was built from corpus.jsonl with 575 bytes "
         "(6 passages): another corpus, or a truncated copy; give the right one or rebuild the index",
     )
-    assert failed_start(*pair, corpus, "--retriever_name", "e5") == (
+    assert failed_start(*pair, corpus, "--retriever_name", "bm52") == (
         2,
-        "error: --retriever_name 'e5' is unknown; known: bm25",
+        "error: --retriever_name 'bm52' is unknown (did you mean 'bm25'?); known: bge, bm25, contriever, dense, dpr, "
+        "e5, gte, jina, lucene, plain",
     )
     assert failed_start(*pair, corpus, "--port", "99999") == (2, "error: port 99999 is not between 0 and 65535")
     assert failed_start(*pair, corpus, "--topk", "0") == (2, "error: topk is 0; it must be at least 1")
