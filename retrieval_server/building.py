@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from retrieval_server.corpus import file_sha256, open_corpus
+from retrieval_server.encode_options import EncodeOptions
 from retrieval_server.errors import IndexFolderError, RetrievalServerError
 from retrieval_server.manifest import (
     FORMAT,
@@ -47,6 +48,8 @@ class BuildPlan:
     stemmer: str
     force: bool
     """Build even when the folder already holds exactly this index."""
+    encode: EncodeOptions | None = None
+    """Of a dense index; the other kinds have none."""
 
 
 @dataclass(frozen=True, slots=True)
