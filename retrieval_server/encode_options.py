@@ -20,7 +20,7 @@ class EncodeOptions:
     """
 
     method: str
-    """--retrieval_method: e5, bge, contriever, dpr or any name; decides prefixes and pooling where nothing else does."""
+    """e5, bge, contriever, dpr or any name; decides prefixes and pooling where nothing else does."""
     model_path: str
     """A folder (transformers or sentence-transformers layout) or a name on the Hugging Face hub."""
     max_length: int = 180
