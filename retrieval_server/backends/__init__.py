@@ -24,13 +24,22 @@ def _load_bm25(spec: Any, progress: LoadProgress) -> Retriever:
     return Bm25Retriever.load(spec.index_path, spec.corpus_path, progress, spec.verify)
 
 
+def _load_lucene(spec: Any, progress: LoadProgress) -> Retriever:
+    from retrieval_server.backends.lucene import LuceneRetriever
+
+    return LuceneRetriever.load(spec, progress)
+
+
 def _build_bm25(plan: BuildPlan) -> Manifest:
     from retrieval_server.backends.bm25_build import build
 
     return build(plan)
 
 
-LOADERS: Mapping[str, Callable[[Any, LoadProgress], Retriever]] = {"bm25": _load_bm25}
+LOADERS: Mapping[str, Callable[[Any, LoadProgress], Retriever]] = {
+    "bm25": _load_bm25,
+    "lucene": _load_lucene,
+}
 """Backend name -> function of its own kind of spec."""
 BUILDERS: Mapping[str, Callable[[BuildPlan], Manifest]] = {"bm25": _build_bm25}
 
