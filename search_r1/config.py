@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 class _Section(BaseModel):
@@ -24,6 +25,8 @@ class RetrieverConfig(_Section):
     """Passages per query."""
     timeout_s: float = Field(default=30.0, gt=0)
     """Seconds one attempt may take as a whole, however slowly the bytes trickle."""
+    deadline_s: float = Field(default=120.0, gt=0)
+    """Seconds one search may take in all: attempts, pauses between them, and queries of a batch sent again alone."""
     retries: int = Field(default=3, ge=0)
     """Further attempts after the first, on connection errors, 429, 5xx and answers of a wrong shape."""
     backoff_s: float = Field(default=0.5, ge=0)
@@ -32,6 +35,16 @@ class RetrieverConfig(_Section):
     """Seconds to wait at start for a service that answers but is still loading."""
     api_key_env: str | None = None
     """Name of the environment variable that holds a bearer token; the token itself never stands in a config."""
+
+    @field_validator("url")
+    @classmethod
+    def _names_an_endpoint(cls, url: str) -> str:
+        """Refuse what cannot be asked; a bare ``http://host:port`` means its ``/retrieve``."""
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"{url!r} is no address; expected http://HOST:PORT/retrieve")
+        _ = parts.port  # raises ValueError for a port that is none
+        return url if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}/retrieve"
 
 
 class RewardConfig(_Section):

@@ -122,6 +122,10 @@ class SearchTask:
         if self._client is not None:
             await self._client.close()
 
+    def totals(self) -> dict[str, float]:
+        """Return what the retrieval client has done so far, see ``search_client.Counts``."""
+        return {} if self._client is None else self._client.counts.totals()
+
     async def episode(self, prompt: Prompt, generate: Generate, context: EpisodeContext) -> Trajectory:
         """Run one episode in ``context.mode`` and score it."""
         trajectory = await run_episode(prompt, generate, context, self._tools, PIPELINES[context.mode])

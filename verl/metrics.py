@@ -115,6 +115,11 @@ METRICS: tuple[Metric, ...] = (
         ("sft/*", "", "other figures of supervised training"),
         ("data/epoch", "epochs", "passes over the training prompts so far"),
         ("rollout/*", "", "figures of the rollout engines of this step"),
+        (
+            "service/*",
+            "",
+            "what the task asked of its services in this step: requests, retries, failures by kind, seconds",
+        ),
         ("val/*", "", "evaluation figures of the task (greedy, all rows); ``val/score`` chooses the best checkpoint"),
         ("throughput/episodes_per_s", "1/s", "episodes per wall second of the whole step"),
         ("throughput/trained_tokens_per_s", "tokens/s", "trained tokens per wall second of the whole step"),

@@ -418,6 +418,13 @@ class Task(Protocol):
         """Close what ``start`` opened."""
         ...
 
+    def totals(self) -> Mapping[str, float]:
+        """Return running totals of the services it uses since it was built (requests, retries, failures, seconds).
+
+        Every worker's growth since the last report is added up and logged under ``service/``.
+        """
+        ...
+
     async def episode(self, prompt: Prompt, generate: Generate, context: EpisodeContext) -> Trajectory:
         """Run one episode to its end; never raises for what can be a StopReason. The reward is set."""
         ...

@@ -8,14 +8,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 import infer
-from retrieval_server.__main__ import _parser
 from retrieval_server.app import create_app
+from retrieval_server.flags import launch
 from retrieval_server.settings import Settings
 from retrieval_server.types import Document as ServedDocument
 from retrieval_server.types import Hit
@@ -37,6 +38,7 @@ class WordRetriever:
 
     name = "words"
     size = len(PASSAGES)
+    parallel = 1
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
         return [self._hits(query)[:k] for query in queries]
@@ -68,8 +70,10 @@ async def connected(settings: Settings | None = None, **config: Any) -> AsyncIte
             await client.close()
 
 
-def test_every_program_has_the_same_default_address() -> None:
-    service = _parser().parse_args(["--index_path", "i", "--corpus_path", "c"])
+def test_every_program_has_the_same_default_address(tmp_path: Path) -> None:
+    file = tmp_path / "backend.yaml"
+    file.write_text("backend: {name: bm25, index_path: i, corpus_path: c}\n", encoding="utf-8")
+    service = launch(["--config", str(file)])
     address = f"http://{service.host}:{service.port}/retrieve"
     assert RetrieverConfig().url == load_config().task_config.retriever.url == infer.Recipe().url == address
 

@@ -65,6 +65,9 @@ class ToyTask:
     async def close(self) -> None:
         pass
 
+    def totals(self) -> dict[str, float]:
+        return {}
+
     async def episode(self, prompt: Prompt, generate: Generate, context: EpisodeContext) -> Trajectory:
         segments = [Segment(Origin.PROMPT, prompt.token_ids)]
         remark = (7, 9) if context.mode == "policy" else (8, 8)

@@ -30,6 +30,7 @@ class TwoTurns:
 
     def __init__(self) -> None:
         self.started = 0
+        self.episodes = 0
 
     @classmethod
     def from_config(cls, config: Any, tokenizer: Any) -> TwoTurns:
@@ -41,8 +42,12 @@ class TwoTurns:
     async def close(self) -> None:
         self.started -= 1
 
+    def totals(self) -> dict[str, float]:
+        return {"requests": float(self.episodes)}
+
     async def episode(self, prompt: Prompt, generate: Generate, context: EpisodeContext) -> Trajectory:
         assert self.started == 1
+        self.episodes += 1
         await self._misbehave(prompt.row.get("do"), generate)
         segments = [Segment(Origin.PROMPT, prompt.token_ids)]
         for turn in range(2):

@@ -101,6 +101,7 @@ def test_figures_of_the_engines_cover_the_last_generate_only(make: Make) -> None
         assert figures["rollout/generated_tokens"] == sum(sum(t.loss_mask) for t in found)
         assert 0 < figures["rollout/reused_context"] < 1
         assert figures["rollout/cut_mass"] == 0
+        assert figures["service/requests"] == len(found)
     running.generate(prompts(4), top_k=2)
     assert 0 < running.rollouts.figures()["rollout/cut_mass"] < 1
 

@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from search_r1.config import RetrieverConfig
-from search_r1.search_client import SearchClient, parse_document, parse_response, split_contents
+from search_r1.search_client import SearchClient
+from search_r1.search_wire import parse_document, parse_response, split_contents
 from verl.errors import ConfigError, RetrievalError
 from verl.types import Document
 
@@ -115,7 +116,9 @@ async def test_a_refused_query_does_not_take_the_others_with_it() -> None:
     results = await asyncio.gather(*map(client(server).search, ("a", "bad", "b")), return_exceptions=True)
     assert [type(result) for result in results] == [tuple, RetrievalError, tuple]
     assert "refused the request: HTTP 422" in str(results[1])
-    assert len(server.bodies) == 4  # together, then each alone; a refusal is not repeated
+    asked = [body["queries"] for body in server.bodies]
+    assert asked[0] == ["a", "bad", "b"]
+    assert sorted(asked[1:]) == [["a"], ["b"], ["bad"], ["bad", "b"]]  # in halves; a refusal is not repeated
 
 
 async def test_an_aborted_episode_leaves_the_others_their_passages() -> None:
@@ -163,6 +166,7 @@ def test_wrong_shapes_are_named() -> None:
     assert parse_response({"result": [[]]}, 1, 3) == [()]  # T33: no hit is no error
     assert len(parse_response({"result": [["a", "b", "c"]]}, 1, 2)[0]) == 2
     assert split_contents('"A"\n\n b ') == ("A", "b")
+    assert split_contents('""A" and "B""\nc') == ('"A" and "B"', "c")
 
 
 async def test_start_waits_while_the_index_loads(caplog: pytest.LogCaptureFixture) -> None:  # T36
@@ -170,8 +174,7 @@ async def test_start_waits_while_the_index_loads(caplog: pytest.LogCaptureFixtur
 
     class Loading(Server):
         async def __call__(self, request: httpx.Request) -> httpx.Response:
-            assert request.url.path == "/readyz"
-            return states.pop(0)
+            return states.pop(0) if request.url.path == "/readyz" else httpx.Response(404)
 
     with caplog.at_level(logging.INFO):
         await client(Loading()).start()

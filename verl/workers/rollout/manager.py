@@ -62,7 +62,7 @@ class Rollouts:
         return trajectories
 
     def figures(self) -> dict[str, float]:
-        """Return the engines' figures of the last ``generate``, for the metrics under ``rollout/``."""
+        """Return figures of the last ``generate``: the engines' under ``rollout/``, services' under ``service/``."""
         return dict(self._figures)
 
     def close(self) -> None:
@@ -116,8 +116,10 @@ def _most_common_cause(failed: Counter[StopReason], reports: Sequence[WorkerRepo
 def _figures(reports: Sequence[WorkerReport]) -> dict[str, float]:
     """Add up the workers' totals and derive the ratios that are worth reading."""
     totals: Counter[str] = Counter()
+    services: Counter[str] = Counter()
     for report in reports:
         totals.update(report.figures)
+        services.update(report.service)
     steps, tokens = max(1.0, totals["decode_steps"]), max(1.0, totals["generated_tokens"])
     context = max(1.0, totals["prefilled_tokens"] + totals["reused_tokens"])
     return {
@@ -128,4 +130,5 @@ def _figures(reports: Sequence[WorkerReport]) -> dict[str, float]:
         "rollout/decode_s": float(totals["decode_s"]),
         "rollout/prefill_s": float(totals["prefill_s"]),
         "rollout/cut_mass": totals["cut_mass"] / tokens,
+        **{f"service/{name}": float(value) for name, value in services.items()},
     }

@@ -33,6 +33,8 @@ class WorkerReport:
     """Messages of failed episodes by stop reason."""
     figures: dict[str, float] = field(default_factory=dict)
     """Sums: tokens, steps and seconds of the engine."""
+    service: dict[str, float] = field(default_factory=dict)
+    """Sums: what the task's services were asked."""
 
 
 def failed_trajectory(work: RolloutWork, stop: StopReason) -> Trajectory:

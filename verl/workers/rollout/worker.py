@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 from collections import Counter
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 from transformers.utils import logging as transformers_logging
@@ -42,7 +42,7 @@ class RolloutWorker:
         self._rollout = config.actor_rollout_ref.rollout
         self._runner = asyncio.Runner()
         self._causes: dict[StopReason, Counter[str]] = {}
-        self._reported: dict[str, float] = {}
+        self._engine_growth, self._service_growth = _Growth(), _Growth()
         self._engine: Engine
         self._task: Task
 
@@ -75,11 +75,10 @@ class RolloutWorker:
         return self._runner.run(self._run(work))
 
     def stats(self) -> WorkerReport:
-        """Return failures and the engine's figures since the last call."""
-        totals = dict(self._engine.totals())
-        figures = {name: value - self._reported.get(name, 0.0) for name, value in totals.items()}
-        causes, self._causes, self._reported = self._causes, {}, totals
-        return WorkerReport(causes, figures)
+        """Return failures and the figures of engine and task since the last call."""
+        causes, self._causes = self._causes, {}
+        figures = self._engine_growth.since_last(self._engine.totals())
+        return WorkerReport(causes, figures, self._service_growth.since_last(self._task.totals()))
 
     def close(self) -> None:
         """Close connections, engine and event loop."""
@@ -158,6 +157,18 @@ class RolloutWorker:
         if cause is None and trajectory.stop is StopReason.ABORTED:
             cause = f"not finished within actor_rollout_ref.rollout.episode_timeout_s={self._rollout.episode_timeout_s}"
         self._causes.setdefault(trajectory.stop, Counter())[cause or "no cause given"] += 1
+
+
+class _Growth:
+    """How much running totals have grown since they were looked at last."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, float] = {}
+
+    def since_last(self, totals: Mapping[str, float]) -> dict[str, float]:
+        growth = {name: value - self._seen.get(name, 0.0) for name, value in totals.items()}
+        self._seen = dict(totals)
+        return growth
 
 
 class _Listening:
