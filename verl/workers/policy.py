@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from verl.data.samples import ScoredRows
 from verl.types import Sample
 from verl.workers import device as devices
 from verl.workers.engine import Engine, EngineSpec
-from verl.workers.optim import OptimSpec
 from verl.workers.passes import Limit, UpdatePlan, score_rows, train_pass
+from verl.workers.trained_model import TrainedModel, on_device, optim_spec
 from verl.workers.weight_sync import WeightChannel, WeightManifest
 
 logger = logging.getLogger(__name__)
@@ -30,70 +31,38 @@ FIGURES = ("loss", "total_loss", "clip_fraction", "update_kl", "update_entropy")
 """What an update reports, in the order of the sums; ``reference_kl`` follows when the divergence is a loss term."""
 
 
-def optim_spec(section: Any, total_steps: int) -> OptimSpec:
-    """Read a config section ``optim``."""
-    return OptimSpec(
-        lr=section.lr,
-        total_steps=total_steps,
-        betas=tuple(section.betas),
-        weight_decay=section.weight_decay,
-        warmup_ratio=section.lr_warmup_steps_ratio,
-        schedule=section.warmup_style,
-        min_lr_ratio=section.min_lr_ratio if section.min_lr_ratio is not None else 0.0,
-    )
-
-
-class PolicyWorker:
-    """The policy and, when a KL term is used, the frozen model it started from.
-
-    ``setup`` must be called first; the constructor only keeps its arguments, so that building a worker is cheap.
-    """
+class PolicyWorker(TrainedModel):
+    """The policy and, when a KL term is used, the frozen model it started from."""
 
     def __init__(self, config: Any, total_steps: int) -> None:
-        self.config = config
-        self.total_steps = total_steps
+        super().__init__(config, total_steps)
         self._channels: dict[str, WeightChannel] = {}
-        self._engine: Engine | None = None
         self._reference: Engine | None = None
 
-    @property
-    def engine(self) -> Engine:
-        """The training engine; an error before ``setup``."""
-        if self._engine is None:
-            raise RuntimeError("PolicyWorker.setup was not called")
-        return self._engine
+    def spec(self) -> EngineSpec:
+        """Return the policy as ``actor_rollout_ref`` describes it."""
+        config = self.config.actor_rollout_ref
+        return EngineSpec(
+            model_path=config.model.path,
+            seed=self.config.trainer.seed,
+            dtype=config.model.dtype,
+            trust_remote_code=config.model.trust_remote_code,
+            gradient_checkpointing=config.model.enable_gradient_checkpointing,
+            max_grad_norm=config.actor.grad_clip,
+            param_offload=config.actor.fsdp_config.param_offload,
+            optimizer_offload=config.actor.fsdp_config.optimizer_offload,
+            optim=optim_spec(config.actor.optim, self.total_steps),
+        )
 
     def setup(self) -> None:
         """Join the group and load the models. Raises ModelError, ResourceError."""
-        config = self.config.actor_rollout_ref
-        self.device = devices.setup_device(self.config.cluster.threads_per_worker)
-        devices.seed_everything(self.config.trainer.seed)
-        self._engine = Engine(
-            EngineSpec(
-                model_path=config.model.path,
-                seed=self.config.trainer.seed,
-                dtype=config.model.dtype,
-                trust_remote_code=config.model.trust_remote_code,
-                gradient_checkpointing=config.model.enable_gradient_checkpointing,
-                max_grad_norm=config.actor.grad_clip,
-                param_offload=config.actor.fsdp_config.param_offload,
-                optimizer_offload=config.actor.fsdp_config.optimizer_offload,
-                optim=optim_spec(config.actor.optim, self.total_steps),
-            ),
-            self.device,
-        )
-        self.engine.offload()
+        super().setup()
         if self.config.uses_reference and not self.config.trainer.val_only:
-            self._reference = Engine(
-                EngineSpec(
-                    model_path=config.model.path,
-                    seed=self.config.trainer.seed,
-                    dtype=config.model.dtype,
-                    trust_remote_code=config.model.trust_remote_code,
-                    param_offload=config.ref.fsdp_config.param_offload,
-                ),
-                self.device,
+            offload = self.config.actor_rollout_ref.ref.fsdp_config.param_offload
+            frozen = replace(
+                self.spec(), optim=None, gradient_checkpointing=False, optimizer_offload=False, param_offload=offload
             )
+            self._reference = Engine(frozen, self.device)
             self._reference.offload()
 
     # -- scoring -----------------------------------------------------------------------------------------------------
@@ -119,11 +88,8 @@ class PolicyWorker:
         return ScoredRows(rows)
 
     def _score(self, engine: Engine, samples: Sequence[Sample], limit: Limit) -> tuple[Any, float]:
-        engine.load_back()
-        try:
+        with on_device(engine):
             return score_rows(engine, samples, limit, self.config.actor_rollout_ref.rollout.temperature)
-        finally:
-            engine.offload()
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -142,17 +108,12 @@ class PolicyWorker:
             columns=columns,
             temperature=self.config.actor_rollout_ref.rollout.temperature,
         )
-        self.engine.load_back()
-        try:
-            values, stepped = train_pass(self.engine, samples, plan, self._terms)
-        finally:
-            self.engine.offload()
+        with on_device(self.engine) as engine:
+            values, stepped = train_pass(engine, samples, plan, self._terms)
         names = FIGURES + (("reference_kl",) if actor.use_kl_loss else ())
         figures = {f"policy/{name}": value for name, value in zip(names, values, strict=True)}
         figures |= {f"policy/{name}": value for name, value in stepped.items()}
-        return figures | {
-            "memory/policy": devices.max_over_ranks(self.device, float(devices.peak_memory_bytes(self.device)))
-        }
+        return figures | {"memory/policy": self.peak_memory()}
 
     def _terms(self, batch: MicroBatch, logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor]:
         actor = self.config.actor_rollout_ref.actor
@@ -181,24 +142,13 @@ class PolicyWorker:
         """Write the weights for the rollout engines into ``directory``; rank 0's manifest is the real one."""
         if directory not in self._channels:
             self._channels[directory] = WeightChannel(directory)
-        self.engine.load_back()
-        try:
+        with on_device(self.engine):
             return self._channels[directory].publish(
                 self.named_full_tensors(),
                 version,
                 dtype=devices.dtype_of(self.config.actor_rollout_ref.rollout.dtype),
                 write=self.device.is_main,
             )
-        finally:
-            self.engine.offload()
-
-    def save(self, directory: str | Path) -> None:
-        """Write the trainer state (model, optimiser, schedule, random state) into an empty folder."""
-        self.engine.save(directory)
-
-    def load(self, directory: str | Path) -> None:
-        """Restore what ``save`` wrote, at any number of ranks. Raises CheckpointError."""
-        self.engine.load(directory)
 
     def export(self, directory: str | Path) -> None:
         """Write a Hugging Face folder with the tokenizer."""
@@ -208,4 +158,4 @@ class PolicyWorker:
         """Remove published weights and leave the process group."""
         for channel in self._channels.values():
             channel.close()
-        devices.close_device()
+        super().close()
