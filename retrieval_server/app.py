@@ -16,6 +16,7 @@ from retrieval_server.batching import SearchFailedError
 from retrieval_server.envelope import Envelope
 from retrieval_server.errors import NotReadyError, QueueFullError, SearchUnavailableError
 from retrieval_server.metrics import ServerMetrics
+from retrieval_server.rerank_route import Reranking
 from retrieval_server.service import Loader, RetrievalService
 from retrieval_server.settings import Settings
 from retrieval_server.types import Retriever
@@ -37,6 +38,7 @@ def create_app(
     settings = settings or Settings()
     metrics = ServerMetrics()
     service = RetrievalService(retriever, settings, metrics, on_load_failure)
+    reranking = Reranking(service, settings, metrics)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -44,24 +46,30 @@ def create_app(
         try:
             yield
         finally:
+            await reranking.stop()
             await service.stop()
 
     app = FastAPI(title="ChatR1 retrieval service", lifespan=lifespan, exception_handlers=_error_answers())
     app.add_middleware(Envelope, metrics=metrics, access_log=settings.access_log)
-    _add_retrieve(app, service, settings)
+    _add_retrieve(app, service, reranking, settings)
+    reranking.add_routes(app, _read_body)
     _add_state_routes(app, service, metrics)
     return app
 
 
-def _add_retrieve(app: FastAPI, service: RetrievalService, settings: Settings) -> None:
+def _add_retrieve(app: FastAPI, service: RetrievalService, reranking: Reranking, settings: Settings) -> None:
     schema = {"required": True, "content": {"application/json": {"schema": RetrieveRequest.model_json_schema()}}}
 
     @app.post("/retrieve", openapi_extra={"requestBody": schema}, response_model=None)
     async def retrieve(request: Request) -> Response:
         """Return the best documents of each query, in the queries' order."""
-        wanted = parse_request(await _read_body(request, settings), settings)
-        results = await service.retrieve(wanted.queries, wanted.topk)
-        return Response(encode_response(results, wanted.return_scores), media_type="application/json")
+        body = await _read_body(request, settings)
+        answer = await reranking.retrieve(body)
+        if answer is None:
+            wanted = parse_request(body, settings)
+            results = await service.retrieve(wanted.queries, wanted.topk)
+            answer = encode_response(results, wanted.return_scores)
+        return Response(answer, media_type="application/json")
 
 
 def _add_state_routes(app: FastAPI, service: RetrievalService, metrics: ServerMetrics) -> None:

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("retrieval_server.access")
 
 _GIVEN_ID = re.compile(rb"[\x21-\x7e]{1,128}")
-_PATHS = frozenset(("/retrieve", "/healthz", "/readyz", "/info", "/metrics"))
+_PATHS = frozenset(("/retrieve", "/rerank", "/healthz", "/readyz", "/info", "/metrics"))
 
 
 class Envelope:

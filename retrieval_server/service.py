@@ -105,6 +105,12 @@ class RetrievalService:
         hits = iter(await self._batcher.search(asked, k) if asked else [])
         return [next(hits) if query.strip() else () for query in queries]
 
+    def loaded(self) -> Retriever:
+        """Return the retriever; raises NotReadyError before it is loaded."""
+        if self._retriever is None:
+            raise NotReadyError(self._not_ready_reason())
+        return self._retriever
+
     def _not_ready_reason(self) -> str:
         if self._error is not None:
             return f"the index could not be loaded: {self._error}"

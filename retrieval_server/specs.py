@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from retrieval_server.manifest import Verify
 
@@ -86,19 +87,23 @@ class HybridSpec(_Spec):
     weight: float = Field(default=0.5, ge=0, le=1)
     """Share of the first backend under ``weighted``; the second has the rest."""
     depth: int = Field(default=100, ge=1)
-    """Documents taken from each backend at least; more when a request asks for more."""
+    """Documents taken from each backend, whatever a request asks for; the fused list holds at most their union."""
 
 
 class RerankSpec(_Spec):
-    """A cross-encoder that orders again what a first stage found."""
+    """A cross-encoder that orders again what a first stage found, or documents that are given to it."""
 
     name: Literal["rerank"] = "rerank"
-    first: Spec
-    model_path: str
+    first: Spec | None = None
+    """First stage; null serves ``/rerank`` alone, for documents that come with the request."""
+    model_path: str = "cross-encoder/ms-marco-MiniLM-L12-v2"
+    """A folder or a name on the Hugging Face hub."""
     depth: int = Field(default=10, ge=1)
-    """k1: documents taken from the first stage; more when a request asks for more."""
+    """k1: documents taken from the first stage, whatever a request asks for; it gets at most as many."""
     max_length: int = Field(default=512, ge=16)
+    """Tokens of query and passage together. A longer query loses its beginning, a longer passage its end."""
     batch_size: int = Field(default=32, ge=1)
+    """Pairs of one forward pass."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     device: str = "auto"
     threads: int = Field(default=0, ge=0)
@@ -134,10 +139,38 @@ class ProxySpec(_Spec):
     replicas: list[str] = Field(min_length=1)
     """Base addresses, ``http://host:port``."""
     timeout_s: float = Field(default=60.0, gt=0)
-    health_interval_s: float = Field(default=2.0, gt=0)
+    """Seconds for one search, all its tries together."""
+    try_timeout_s: float = Field(default=20.0, gt=0)
+    """Seconds one replica may take before another one is asked."""
     max_tries: int = Field(default=3, ge=1)
+    """Replicas asked for the same queries, one after the other."""
+    health_interval_s: float = Field(default=2.0, gt=0)
+    """Seconds between two looks at a replica."""
+    start_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds to wait at the start for the first replica that is ready."""
     parallel: int = Field(default=16, ge=1)
+    """Searches at the same time."""
     api_key_env: str | None = None
+    """Name of the environment variable with the bearer key of the replicas; null sends none."""
+
+    @field_validator("replicas")
+    @classmethod
+    def _addresses(cls, replicas: list[str]) -> list[str]:
+        """Check every address and drop its trailing slash."""
+        cleaned = [address.rstrip("/") for address in replicas]
+        for address in cleaned:
+            parts = urlsplit(address)
+            if (
+                parts.scheme not in ("http", "https")
+                or not parts.hostname
+                or parts.port == 0
+                or parts.query
+                or parts.username
+            ):
+                raise ValueError(f"replica {address!r} is not an address like http://host:8002")
+        if repeated := [address for address in cleaned if cleaned.count(address) > 1]:
+            raise ValueError(f"replica {repeated[0]!r} is named twice")
+        return cleaned
 
 
 Spec = Annotated[

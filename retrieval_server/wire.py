@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from retrieval_server.settings import Settings
 from retrieval_server.types import Hit
+
+M = TypeVar("M", bound=BaseModel)
 
 _MAX_ERRORS_SHOWN = 5
 
@@ -50,26 +52,42 @@ class RequestError(Exception):
 
 def parse_request(body: bytes, settings: Settings) -> Wanted:
     """Check a request body; raises RequestError with 422 (malformed, topk out of range) or 413 (too much at once)."""
+    request = validated(RetrieveRequest, body)
+    topk = checked_topk("topk", request.topk, settings.topk, settings)
+    check_size(len(request.queries), topk, "topk", settings)
+    return Wanted(request.queries, topk, request.return_scores)
+
+
+def validated(model: type[M], body: bytes) -> M:
+    """Parse a body; raises RequestError with 422 and the first errors."""
     try:
-        request = RetrieveRequest.model_validate_json(body)
+        return model.model_validate_json(body)
     except ValidationError as error:
         errors = error.errors(include_url=False, include_context=False, include_input=False)
         shown: list[Any] = [{**entry, "loc": ["body", *entry["loc"]]} for entry in errors[:_MAX_ERRORS_SHOWN]]
         if len(errors) > len(shown):
             shown.append({"type": "more", "loc": ["body"], "msg": f"and {len(errors) - len(shown)} more errors"})
         raise RequestError(422, shown) from None
-    topk = request.topk or settings.topk
+
+
+def checked_topk(name: str, asked: int | None, default: int, settings: Settings) -> int:
+    """Return how many documents the field ``name`` asks for; raises RequestError with 422 outside of the range."""
+    topk = asked or default
     if not 1 <= topk <= settings.max_topk:
-        message = f"topk is {topk}; it must be from 1 to {settings.max_topk} (null or 0: the default {settings.topk})"
-        raise RequestError(422, [{"type": "topk_range", "loc": ["body", "topk"], "msg": message}])
-    n_queries = len(request.queries)
+        message = f"{name} is {topk}; it must be from 1 to {settings.max_topk} (null or 0: the default {default})"
+        raise RequestError(422, [{"type": "topk_range", "loc": ["body", name], "msg": message}])
+    return topk
+
+
+def check_size(n_queries: int, topk: int, name: str, settings: Settings) -> None:
+    """Raise RequestError with 413 for too many queries, or documents (field ``name`` per query), for one request."""
     if n_queries > settings.max_queries:
         raise RequestError(413, f"{n_queries} queries in one request; the limit is {settings.max_queries}: split it")
     if n_queries * topk > settings.max_documents:
         raise RequestError(
-            413, f"{n_queries} queries times topk {topk} is above {settings.max_documents} documents: split the request"
+            413,
+            f"{n_queries} queries times {name} {topk} is above {settings.max_documents} documents: split the request",
         )
-    return Wanted(request.queries, topk, request.return_scores)
 
 
 def encode_response(results: Sequence[Sequence[Hit]], return_scores: bool) -> bytes:

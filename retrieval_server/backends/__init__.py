@@ -36,9 +36,23 @@ def _build_bm25(plan: BuildPlan) -> Manifest:
     return build(plan)
 
 
+def _load_hybrid(spec: Any, progress: LoadProgress) -> Retriever:
+    from retrieval_server.backends.hybrid import HybridRetriever
+
+    return HybridRetriever.load(spec, progress)
+
+
+def _load_rerank(spec: Any, progress: LoadProgress) -> Retriever:
+    from retrieval_server.backends.rerank import RerankRetriever
+
+    return RerankRetriever.load(spec, progress)
+
+
 LOADERS: Mapping[str, Callable[[Any, LoadProgress], Retriever]] = {
     "bm25": _load_bm25,
     "lucene": _load_lucene,
+    "hybrid": _load_hybrid,
+    "rerank": _load_rerank,
 }
 """Backend name -> function of its own kind of spec."""
 BUILDERS: Mapping[str, Callable[[BuildPlan], Manifest]] = {"bm25": _build_bm25}
