@@ -48,11 +48,18 @@ def _load_rerank(spec: Any, progress: LoadProgress) -> Retriever:
     return RerankRetriever.load(spec, progress)
 
 
+def _load_proxy(spec: Any, progress: LoadProgress) -> Retriever:
+    from retrieval_server.backends.proxy import ProxyRetriever
+
+    return ProxyRetriever.load(spec, progress)
+
+
 LOADERS: Mapping[str, Callable[[Any, LoadProgress], Retriever]] = {
     "bm25": _load_bm25,
     "lucene": _load_lucene,
     "hybrid": _load_hybrid,
     "rerank": _load_rerank,
+    "proxy": _load_proxy,
 }
 """Backend name -> function of its own kind of spec."""
 BUILDERS: Mapping[str, Callable[[BuildPlan], Manifest]] = {"bm25": _build_bm25}
