@@ -1,4 +1,4 @@
-"""The corpus file: JSON lines, one passage a line, read once to be indexed and memory-mapped to be served.
+"""The corpus: one passage a line, read once to be indexed and memory-mapped to be served.
 
 A line is ``{"id", "contents"}`` (contents: the title in double quotes, a newline, the text) or ``{"id", "title",
 "text"}``, from which the quoted form is rebuilt. Blank lines are skipped, so a passage's row is not its line number.
@@ -10,17 +10,21 @@ import hashlib
 import json
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from retrieval_server.corpus_files import CorpusFile, FileLines, corpus_files
 from retrieval_server.errors import CorpusError
 from retrieval_server.types import Document
+from retrieval_server.unique_ids import IdRegister, repeats
 
 _BOM = b"\xef\xbb\xbf"
 _HASH_BLOCK = 1 << 20
@@ -28,14 +32,37 @@ _SAMPLE_BLOCK = 1 << 16
 _N_SAMPLES = 64
 
 
+class RawLine(NamedTuple):
+    """A line that holds a passage, not yet parsed."""
+
+    file: CorpusFile
+    number: int
+    """Line number in its file (row number, in a parquet file), from 1."""
+    start: int
+    """Offset in bytes of its JSON in the file that is served."""
+    data: bytes
+
+    def parse(self) -> Document:
+        """Return the passage; raises CorpusError naming file and line."""
+        try:
+            return parse_passage(self.data)
+        except ValueError as error:
+            raise CorpusError(f"{self.where}: {error}") from None
+
+    @property
+    def where(self) -> str:
+        """File and line, for messages."""
+        return f"{self.file.path}, {self.file.unit} {self.number}"
+
+
 @dataclass(frozen=True, slots=True)
 class CorpusLine:
     """One passage and where it lies in the file."""
 
     number: int
-    """Line number, from 1."""
+    """Line number in its file, from 1."""
     start: int
-    """Offset in bytes of the line's JSON."""
+    """Offset in bytes of the line's JSON in the file that is served."""
     document: Document
 
 
@@ -100,59 +127,109 @@ def _keys(row: dict[str, Any]) -> str:
     return f"the keys {', '.join(sorted(map(str, row)))}" if row else "no keys"
 
 
-def open_corpus(path: Path) -> BinaryIO:
-    """Open a corpus file; raises CorpusError when it is not a plain JSON-lines file."""
-    if path.is_dir():
-        raise CorpusError(f"corpus {path} is a folder; give the .jsonl file inside it")
-    if path.suffix in (".gz", ".zst", ".parquet"):
-        raise CorpusError(f"corpus {path}: {path.suffix} is not read; convert it to plain JSON lines first")
-    try:
-        return path.open("rb")
-    except OSError as error:
-        raise CorpusError(f"corpus {path} cannot be read: {error.strerror}") from error
-
-
 class CorpusReader:
-    """Reads a corpus from front to back once, hashing on the way.
+    """Reads a corpus of any format from front to back once, hashing on the way.
 
-    ``for line in reader`` yields every passage; afterwards ``size`` and ``sha256`` describe the whole file.
+    ``for line in reader`` yields every passage; afterwards ``size`` and ``sha256`` describe the JSON lines of the whole
+    corpus. A plain JSON-lines file is served as it is, and they describe that file. Any other corpus (``needs_copy``)
+    is served from the copy that is written to ``copy_to`` while it is read: the decompressed lines of all its shards.
+
     Raises CorpusError naming file and line for a malformed line or an id that was used before.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, copy_to: Path | None = None, copied: int = 0) -> None:
+        """``copied``: leading bytes of ``copy_to`` to keep, written by an interrupted reading of this corpus."""
         self.path = path
+        self.files = corpus_files(path)
+        self.needs_copy = len(self.files) > 1 or self.files[0].format != "jsonl"
         self.size = 0
-        """Bytes read so far."""
+        """Bytes of JSON lines read so far."""
+        self.passages = 0
+        """Passages read so far."""
+        self._copy_to = copy_to if self.needs_copy else None
+        self._copied = copied
         self._digest = hashlib.sha256()
+        self._stored_bytes = sum(file.bytes for file in self.files)
+        self._stored_before = 0
+        self._lines: FileLines | None = None
 
     @property
     def sha256(self) -> str:
         """Digest of what was read so far."""
         return self._digest.hexdigest()
 
+    @property
+    def fraction(self) -> float:
+        """How much of the corpus as it is stored was read, 0 to 1."""
+        position = self._stored_before + (self._lines.position if self._lines else 0)
+        return position / max(1, self._stored_bytes)
+
+    @property
+    def served(self) -> Path:
+        """The plain JSON-lines file to memory-map: the corpus, or its copy. Raises CorpusError when there is none."""
+        if not self.needs_copy:
+            return self.files[0].path
+        if self._copy_to is None:
+            raise CorpusError(f"corpus {self.path} is no plain JSON-lines file and was not copied into one")
+        return self._copy_to
+
     def __iter__(self) -> Iterator[CorpusLine]:
-        # Keyed by hash: 20 million ids as strings would not fit where 20 million integers do. Two different ids meet
-        # in a 64-bit hash with probability about 1e-5 there, and then the message shows both lines.
-        first_seen: dict[int, int] = {}
-        with open_corpus(self.path) as file:
-            for number, line in enumerate(file, start=1):
-                start = self.size
-                self.size += len(line)
-                self._digest.update(line)
-                if number == 1 and line.startswith(_BOM):
-                    start, line = start + len(_BOM), line[len(_BOM) :]
-                if not line.strip():
-                    continue
-                try:
-                    document = parse_passage(line)
-                except ValueError as error:
-                    raise CorpusError(f"{self.path}, line {number}: {error}") from None
-                previous = first_seen.setdefault(hash(document.id), number)
-                if previous != number:
-                    raise CorpusError(
-                        f"{self.path}, line {number}: id {document.id!r} was already used in line {previous}"
-                    )
-                yield CorpusLine(number, start, document)
+        ids = IdRegister()
+        for raw in self.raw_lines():
+            document = raw.parse()
+            yield CorpusLine(raw.number, raw.start, document)
+            if ids.add(document.id):
+                refuse_repeated_ids(self.path, [ids.hashes()])
+        refuse_repeated_ids(self.path, [ids.hashes()])
+
+    def raw_lines(self) -> Iterator[RawLine]:
+        """Yield the lines that hold something; they are not parsed and their ids not compared."""
+        with ExitStack() as stack:
+            copy = stack.enter_context(_continued(self._copy_to, self._copied)) if self._copy_to else None
+            complete = True
+            for file in self.files:
+                if not complete:
+                    self._take(b"\n", copy)  # the line break that the last line of the shard before lacks
+                self._lines = FileLines(file)
+                for number, data in enumerate(self._lines, start=1):
+                    start = self.size
+                    self._take(data, copy)
+                    complete = data.endswith(b"\n")
+                    if number == 1 and data.startswith(_BOM):
+                        start, data = start + len(_BOM), data[len(_BOM) :]
+                    if data.strip():
+                        self.passages += 1
+                        yield RawLine(file, number, start, data)
+                self._lines = None
+                self._stored_before += file.bytes
+
+    def _take(self, data: bytes, copy: BinaryIO | None) -> None:
+        """Account for bytes of the corpus, and write them unless the copy has them."""
+        if copy is not None and self.size >= self._copied:
+            copy.write(data)
+        self._digest.update(data)
+        self.size += len(data)
+
+
+def _continued(path: Path, kept: int) -> BinaryIO:
+    """Open a file for writing after its first ``kept`` bytes, which must exist."""
+    if not kept:
+        return path.open("wb")
+    file = path.open("r+b")
+    file.truncate(kept)
+    file.seek(kept)
+    return file
+
+
+def refuse_repeated_ids(path: Path, hashes: Sequence[npt.NDArray[np.uint64]]) -> None:
+    """Raise CorpusError naming both lines when an id of the corpus occurs twice; ``hashes`` are those of its rows."""
+    for first, second in repeats(hashes):
+        rows = islice(CorpusReader(path).raw_lines(), second + 1)
+        lines = [(raw, raw.parse().id) for row, raw in enumerate(rows) if row in (first, second)]
+        (before, earlier_id), (raw, identifier) = lines
+        if identifier == earlier_id:
+            place = f"{before.file.unit} {before.number}" if before.file == raw.file else before.where
+            raise CorpusError(f"{raw.where}: id {identifier!r} was already used in {place}")
 
 
 def file_sha256(path: Path, on_bytes: Callable[[int], None] | None = None) -> str:
@@ -190,7 +267,7 @@ class PassageStore:
 
     def __init__(self, path: Path, starts: npt.NDArray[np.int64], cached: int = 8192) -> None:
         self._starts = starts
-        with open_corpus(path) as file:
+        with _open_mappable(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size == 0:
                 raise CorpusError(f"corpus {path} is empty")
@@ -222,3 +299,10 @@ class PassageStore:
         """Unmap the file."""
         self._cached_read.cache_clear()
         self._map.close()
+
+
+def _open_mappable(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise CorpusError(f"corpus {path} cannot be read: {error.strerror}") from error

@@ -11,7 +11,7 @@ from typing import Any
 from retrieval_server.backends import pick
 from retrieval_server.errors import SettingsError
 from retrieval_server.launch import SPECS, Launch, read_config, resolve, settings_fields, unknown_key
-from retrieval_server.manifest import read_manifest, resolve_index
+from retrieval_server.manifest import holds_passages, read_manifest, resolve_index
 from retrieval_server.settings import DEFAULT_PORT
 
 logger = logging.getLogger("retrieval_server")
@@ -51,7 +51,9 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     top.add_argument("--port", type=int, help=f"0 takes a free one (default: {DEFAULT_PORT})")
     search = top.add_argument_group("what is searched")
     search.add_argument("--index_path", type=Path, help="the index, or the builder's --save_dir")
-    search.add_argument("--corpus_path", type=Path, help="the corpus the index was built from")
+    search.add_argument(
+        "--corpus_path", type=Path, help="the corpus the index was built from, unless the index holds it"
+    )
     names = ", ".join(("bm25", "lucene", "dense", *ENCODERS))
     search.add_argument("--retriever_name", help=f"{names} (default: as the index says)")
     search.add_argument("--retriever_model", help="encoder of a dense index (default: as the index says)")
@@ -103,7 +105,7 @@ def _from_flags(given: Mapping[str, Any]) -> dict[str, Any]:
     if "index_path" not in given:
         raise SettingsError("nothing to serve: give --index_path and --corpus_path, or --config FILE.yaml")
     name, encoder = _name_and_encoder(given.get("retriever_name"), given["index_path"])
-    if name != "lucene" and "corpus_path" not in given:
+    if name != "lucene" and "corpus_path" not in given and not _holds_passages(given["index_path"]):
         raise SettingsError(f"--corpus_path is missing: {name} returns passages of the corpus the index was built from")
     backend: dict[str, Any] = {"name": name}
     if encoder is not None:
@@ -143,6 +145,10 @@ def index_kind(path: Path) -> str:
         return "lucene"
     kind = read_manifest(resolve_index(path)).kind
     return "dense" if kind in ENCODERS else kind
+
+
+def _holds_passages(path: Path) -> bool:
+    return _has_manifest(path) and holds_passages(path)
 
 
 def _has_manifest(path: Path) -> bool:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from retrieval_server.corpus import file_sha256, sampled_sha256
+from retrieval_server.corpus import CorpusReader, file_sha256, sampled_sha256
+from retrieval_server.corpus_files import CorpusFile, corpus_files
 from retrieval_server.errors import CorpusError, IndexFolderError
 
 MANIFEST_NAME = "manifest.json"
+PASSAGES_NAME = "passages.jsonl"
+"""Copy of the corpus in the index folder, there when the corpus itself cannot be memory-mapped."""
 FORMAT = "chatr1-index"
 FORMAT_VERSION = 1
 FULL_CHECK_BYTES = 1 << 30
@@ -25,15 +28,30 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class CorpusIdentity(_Frozen):
-    """Which corpus an index was built from. No path: the file may lie anywhere."""
+class SourceIdentity(_Frozen):
+    """One file of a corpus as it is stored, compressed or not."""
 
     file: str
-    """File name, for messages."""
+    """File name, for messages: a corpus may be moved and renamed."""
+    bytes: int
+    sampled_sha256: str
+
+
+class CorpusIdentity(_Frozen):
+    """Which corpus an index was built from. No path: the file may lie anywhere.
+
+    Bytes and digests are those of its plain JSON lines, so that they are the same whether the index was built from
+    these or from a compressed copy.
+    """
+
+    file: str
+    """Name of the file or folder, for messages."""
     passages: int
     bytes: int
     sha256: str
     sampled_sha256: str
+    sources: tuple[SourceIdentity, ...] = ()
+    """The files it was read from, in order."""
 
 
 class FileIdentity(_Frozen):
@@ -109,9 +127,86 @@ def read_manifest(folder: Path) -> Manifest:
         raise IndexFolderError(f"{path}: {where}: {first['msg']}; rebuild the index") from None
 
 
+def holds_passages(index_path: Path) -> bool:
+    """Return True when an index has the passages itself, so that it can be served without its corpus."""
+    return PASSAGES_NAME in read_manifest(resolve_index(index_path)).files
+
+
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write ``manifest.json`` into a folder that is complete but for it."""
     (folder / MANIFEST_NAME).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
+
+
+def identify_sources(path: Path) -> tuple[SourceIdentity, ...]:
+    """Return the identity of every file of a corpus, read by samples; raises CorpusError when it cannot be read."""
+    return tuple(
+        SourceIdentity(file=file.path.name, bytes=file.bytes, sampled_sha256=sampled_sha256(file.path))
+        for file in corpus_files(path)
+    )
+
+
+def identify(reader: CorpusReader) -> CorpusIdentity:
+    """Return the identity of a corpus that was read to its end; its copy, if there is one, must be complete."""
+    return CorpusIdentity(
+        file=reader.path.name,
+        passages=reader.passages,
+        bytes=reader.size,
+        sha256=reader.sha256,
+        sampled_sha256=sampled_sha256(reader.served),
+        sources=identify_sources(reader.path),
+    )
+
+
+def served_corpus(
+    folder: Path, manifest: Manifest, path: Path | None, verify: Verify, on_bytes: Callable[[int], None]
+) -> Path:
+    """Return the plain JSON-lines file with the passages of an index: its own copy, or the corpus at ``path``.
+
+    ``path`` may be omitted for an index with a copy (whose bytes ``check_files`` checks); given all the same, it must
+    be the corpus that was copied, as it was or as plain JSON lines. Raises CorpusError, with both values, otherwise.
+    """
+    expected = manifest.corpus
+    if PASSAGES_NAME in manifest.files:
+        if path is not None:
+            _check_original(path, expected, verify, on_bytes)
+        return folder / PASSAGES_NAME
+    if path is None:
+        raise CorpusError(
+            f"{folder} holds no passages of its own: give --corpus_path, the file {expected.file} ({expected.bytes} "
+            f"bytes, {expected.passages} passages) that it was built from"
+        )
+    files = corpus_files(path)
+    if len(files) > 1 or files[0].format != "jsonl":
+        raise CorpusError(
+            f"corpus {path} is {_described(files)}, but the index was built from the plain JSON lines {expected.file} "
+            f"({expected.bytes} bytes), which are served as they are; give that file or rebuild the index"
+        )
+    check_corpus(files[0].path, expected, verify, on_bytes)
+    return files[0].path
+
+
+def _check_original(path: Path, expected: CorpusIdentity, verify: Verify, on_bytes: Callable[[int], None]) -> None:
+    files = corpus_files(path)
+    if len(files) == 1 and files[0].format == "jsonl":
+        return check_corpus(files[0].path, expected, verify, on_bytes)
+    sizes, expected_sizes = [file.bytes for file in files], [source.bytes for source in expected.sources]
+    found, wanted = _described(files), f"{len(expected_sizes)} file(s) of {sum(expected_sizes)} bytes"
+    if sizes == expected_sizes:
+        digests = [sampled_sha256(file.path) for file in files]
+        differing = [i for i, source in enumerate(expected.sources) if digests[i] != source.sampled_sha256]
+        if not differing:
+            return None
+        first = differing[0]
+        found = f"{files[first].path.name} with sampled sha256 {digests[first][:16]}"
+        wanted = expected.sources[first].sampled_sha256[:16]
+    raise CorpusError(
+        f"corpus {path} is {found}, but the index was built from {expected.file}, {wanted}: another corpus, or changed "
+        "since; give the right one, omit --corpus_path (the index has the passages), or rebuild"
+    )
+
+
+def _described(files: Sequence[CorpusFile]) -> str:
+    return f"{len(files)} {files[0].format} file(s) of {sum(file.bytes for file in files)} bytes"
 
 
 def check_corpus(path: Path, expected: CorpusIdentity, verify: Verify, on_bytes: Callable[[int], None]) -> None:

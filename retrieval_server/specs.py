@@ -23,7 +23,8 @@ class Bm25Spec(_Spec):
 
     name: Literal["bm25"] = "bm25"
     index_path: Path
-    corpus_path: Path
+    corpus_path: Path | None = None
+    """The corpus the index was built from; may be omitted when the index has a copy of the passages."""
     verify: Verify = "auto"
 
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from retrieval_server.analyzer import Analyzer, stemmer_version
 from retrieval_server.corpus import PassageStore
 from retrieval_server.errors import IndexFolderError
-from retrieval_server.manifest import Manifest, Verify, check_corpus, check_files, read_manifest, resolve_index
+from retrieval_server.manifest import Manifest, Verify, check_files, read_manifest, resolve_index, served_corpus
 from retrieval_server.types import Hit, LoadProgress
 
 KIND = "bm25"
@@ -57,9 +57,9 @@ class Bm25Retriever:
 
     @classmethod
     def load(
-        cls, index_path: Path, corpus_path: Path, progress: LoadProgress, verify: Verify = "auto"
+        cls, index_path: Path, corpus_path: Path | None, progress: LoadProgress, verify: Verify = "auto"
     ) -> Bm25Retriever:
-        """Open an index and its corpus, checking both against the manifest.
+        """Open an index and its corpus, checking both against the manifest; see ``manifest.served_corpus``.
 
         Raises IndexFolderError or CorpusError, with both values, for an index or a corpus that is truncated, damaged,
         foreign or of another pair.
@@ -78,7 +78,7 @@ class Bm25Retriever:
 
         progress.update("checking index and corpus", 0.0)
         check_files(folder, manifest, verify, count)
-        check_corpus(corpus_path, manifest.corpus, verify, count)
+        passages_path = served_corpus(folder, manifest, corpus_path, verify, count)
         progress.update("reading the vocabulary", 0.7)
         values, postings, indptr, starts = (
             np.asarray(_load_array(folder / name)) for name in (VALUES, POSTINGS, INDPTR, STARTS)
@@ -87,7 +87,7 @@ class Bm25Retriever:
         _check_arrays(folder, manifest, values, postings, indptr, starts, vocabulary)
         analyzer = _matching_analyzer(folder, manifest)
         progress.update("compiling the search kernel", 0.8)
-        passages = PassageStore(corpus_path, starts)
+        passages = PassageStore(passages_path, starts)
         retriever = cls(values, postings, indptr, vocabulary, analyzer, passages, manifest)
         progress.update("ready", 1.0)
         return retriever

@@ -14,14 +14,13 @@ import numpy as np
 from retrieval_server.analyzer import Analyzer
 from retrieval_server.backends.bm25 import KIND, STARTS, Bm25Retriever
 from retrieval_server.building import BuildPlan, Written, build_index
-from retrieval_server.corpus import CorpusReader, sampled_sha256
+from retrieval_server.corpus import CorpusReader
 from retrieval_server.errors import CorpusError, SettingsError
-from retrieval_server.manifest import CorpusIdentity, Manifest
+from retrieval_server.manifest import PASSAGES_NAME, Manifest, identify
+from retrieval_server.progress import Progress
 from retrieval_server.types import LoadProgress
 
 logger = logging.getLogger(__name__)
-
-_REPORT_EVERY_S = 5.0
 
 
 def build(plan: BuildPlan) -> Manifest:
@@ -53,24 +52,15 @@ def _write(plan: BuildPlan, folder: Path, analyzer: Analyzer) -> Written:
 
     logging.getLogger("bm25s").setLevel(logging.WARNING)
     started = time.monotonic()
-    reader = CorpusReader(plan.corpus_path)
+    reader = CorpusReader(plan.corpus_path, folder / PASSAGES_NAME)
     vocabulary, term_ids, starts = _analyze(reader, analyzer)
     index = bm25s.BM25(k1=plan.k1, b=plan.b, method="lucene", backend="numpy")
     index.index((term_ids, vocabulary), create_empty_token=False, show_progress=False)
     index.save(folder, show_progress=False)
     np.save(folder / STARTS, np.asarray(starts, np.int64))
-    sampled = sampled_sha256(plan.corpus_path)
-    if plan.corpus_path.stat().st_size != reader.size:
-        raise CorpusError(f"corpus {plan.corpus_path} changed while it was read; build again")
     logger.info("indexed %s passages in %.1f s", f"{len(starts):,}", time.monotonic() - started)
     return Written(
-        corpus=CorpusIdentity(
-            file=plan.corpus_path.name,
-            passages=len(starts),
-            bytes=reader.size,
-            sha256=reader.sha256,
-            sampled_sha256=sampled,
-        ),
+        corpus=identify(reader),
         statistics={
             "terms": len(vocabulary),
             "postings": int(index.scores["indptr"][-1]),
@@ -82,20 +72,15 @@ def _write(plan: BuildPlan, folder: Path, analyzer: Analyzer) -> Written:
 
 def _analyze(reader: CorpusReader, analyzer: Analyzer) -> tuple[dict[str, int], list[list[int]], list[int]]:
     """Return (term -> id in order of first occurrence, term ids [N][terms], offsets in bytes [N])."""
-    total = reader.path.stat().st_size
     vocabulary: dict[str, int] = {}
     term_ids: list[list[int]] = []
     starts: list[int] = []
-    started = reported = time.monotonic()
+    progress = Progress("reading the corpus")
     for line in reader:
         starts.append(line.start)
         terms = analyzer.terms(line.document.contents)
         term_ids.append([vocabulary.setdefault(term, len(vocabulary)) for term in terms])
-        now = time.monotonic()
-        if now - reported >= _REPORT_EVERY_S:
-            reported = now
-            left = (now - started) * (total - reader.size) / reader.size
-            logger.info("%s passages, %.0f %%, about %.0f s left", f"{len(starts):,}", 100 * reader.size / total, left)
+        progress.update(reader.fraction, f"{len(starts):,} passages")
     if not starts:
         raise CorpusError(f"corpus {reader.path} has no passage")
     if not vocabulary:

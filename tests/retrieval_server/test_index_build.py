@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -91,19 +90,21 @@ def test_a_failed_build_keeps_the_old_index_and_leaves_nothing(copy: tuple[Path,
 def test_a_killed_build_leaves_the_old_index_and_can_be_started_again(copy: tuple[Path, Path], tmp_path: Path) -> None:
     index, corpus = copy
     old = corpus.read_bytes()
-    fifo = tmp_path / "endless.jsonl"
-    os.mkfifo(fifo)
-    command = [sys.executable, "-m", "retrieval_server.build_index", "--corpus_path", fifo, "--save_dir", tmp_path]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    with fifo.open("wb"):  # opens when the builder reads, and keeps it waiting in the middle of its work
-        deadline = time.monotonic() + 30
-        while not (tmp_path / ".bm25.partial").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+    waiting = (
+        "import sys, retrieval_server.corpus as c, retrieval_server.build_index as b\n"
+        "def wait(self): print('reading', flush=True); sys.stdin.read()\n"
+        "c.CorpusReader.raw_lines = wait\n"
+        "b.main(['--corpus_path', sys.argv[1], '--save_dir', sys.argv[2], '--force'])"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", waiting, corpus, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with process:
+        assert process.stdout is not None and process.stdout.readline() == b"reading\n"
         with pytest.raises(IndexFolderError, match="another process is building"):
             build(make_plan(corpus, tmp_path))
         process.send_signal(signal.SIGKILL)
-        process.wait(10)
+    assert (tmp_path / ".bm25.partial").exists()
     assert open_index(index, corpus).size == len(PASSAGES)
     corpus.write_bytes(old.splitlines(keepends=True)[0])
     build(make_plan(corpus, tmp_path))
