@@ -170,7 +170,7 @@ class CorpusReader:
         if not self.needs_copy:
             return self.files[0].path
         if self._copy_to is None:
-            raise CorpusError(f"corpus {self.path} is no plain JSON-lines file and was not copied into one")
+            raise CorpusError(f"corpus {self.path} is not one plain JSON-lines file, which is what can be mapped here")
         return self._copy_to
 
     def __iter__(self) -> Iterator[CorpusLine]:

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from retrieval_server.corpus import CorpusReader, PassageStore, sampled_sha256
+from retrieval_server.corpus import CorpusReader, PassageStore
 from retrieval_server.errors import CorpusError
-from retrieval_server.manifest import CorpusIdentity
+from retrieval_server.manifest import identify
 from retrieval_server.types import Document, LoadProgress
 
 _REPORT_EVERY = 1 << 14
@@ -27,27 +27,21 @@ class PassagesById:
     def __init__(self, path: Path, progress: LoadProgress) -> None:
         """Read the corpus once; raises CorpusError naming file and line for a malformed one."""
         reader = CorpusReader(path)
-        total = max(1, path.stat().st_size) if path.is_file() else 1
+        served = reader.served
         keys, starts = array("q"), array("q")
         for line in reader:
             keys.append(_key(line.document.id))
             starts.append(line.start)
             if len(keys) % _REPORT_EVERY == 0:
-                progress.update("reading the corpus", 0.9 * reader.size / total)
+                progress.update("reading the corpus", 0.9 * reader.fraction)
         if not keys:
             raise CorpusError(f"corpus {path} has no passage")
         order = np.argsort(np.frombuffer(keys, np.int64), kind="stable")
         self._keys: npt.NDArray[np.int64] = np.frombuffer(keys, np.int64)[order]
-        self._passages = PassageStore(path, np.frombuffer(starts, np.int64))
+        self._passages = PassageStore(served, np.frombuffer(starts, np.int64))
         self._rows: npt.NDArray[np.int64] = order
         self.path = path
-        self.identity = CorpusIdentity(
-            file=path.name,
-            passages=len(keys),
-            bytes=reader.size,
-            sha256=reader.sha256,
-            sampled_sha256=sampled_sha256(path),
-        )
+        self.identity = identify(reader)
 
     def __len__(self) -> int:
         return len(self._passages)
