@@ -6,7 +6,7 @@
 Runs, each on the held-out test questions, each skipped when its summary exists:
 
 * ``ppo`` and ``grpo`` with every seed;
-* ``permuted``: PPO with rewards permuted between prompts; the interval of its gain must include 0;
+* ``permuted``: PPO with rewards permuted between prompts, with every seed; the interval of its gain must include 0;
 * ``supervised``: further steps of the cold start's last stage, for as many CPU seconds as a PPO run trained.
 
 Pipelines that share the final policy's reader but search with a fixed query come out of the same runs.
@@ -59,7 +59,8 @@ def planned(seeds: Sequence[int]) -> list[Run]:
     """
     quick = "job.evaluate_bounds=false"
     runs = [Run("ppo", seed, ("--config-name", "tiny_ppo")) for seed in seeds]
-    runs.append(Run("permuted", seeds[0], ("--config-name", "tiny_ppo", "algorithm.permute_rewards=true", quick)))
+    permuted = ("--config-name", "tiny_ppo", "algorithm.permute_rewards=true", quick)
+    runs += [Run("permuted", seed, permuted) for seed in seeds]
     runs.append(Run("grpo", seeds[0], ("--config-name", "tiny_grpo")))
     return runs + [Run("grpo", seed, ("--config-name", "tiny_grpo", quick)) for seed in seeds[1:]]
 
