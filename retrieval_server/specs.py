@@ -129,8 +129,19 @@ class WebSpec(_Spec):
     cache_days: float = Field(default=30.0, ge=0)
     budget: int | None = Field(default=None, ge=0)
     """Paid requests in all; null: no limit. When they are spent, queries that are not cached are refused."""
-    language: str = "en"
-    country: str = "us"
+    language: str = Field(default="en", pattern="^[a-z]{2}(-[a-z]{2,4})?$")
+    country: str = Field(default="us", pattern="^[a-z]{2}$")
+
+    @field_validator("base_url")
+    @classmethod
+    def _is_a_plain_address(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        parts = urlsplit(value)
+        extras = parts.query or parts.fragment or parts.username
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0 or extras:
+            raise ValueError("must be http(s)://host[:port][/path] without user, query and fragment")
+        return value.rstrip("/")
 
 
 class ProxySpec(_Spec):

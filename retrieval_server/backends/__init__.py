@@ -30,6 +30,12 @@ def _load_lucene(spec: Any, progress: LoadProgress) -> Retriever:
     return LuceneRetriever.load(spec, progress)
 
 
+def _load_web(spec: Any, progress: LoadProgress) -> Retriever:
+    from retrieval_server.backends.web.retriever import WebRetriever
+
+    return WebRetriever.load(spec, progress)
+
+
 def _build_bm25(plan: BuildPlan) -> Manifest:
     from retrieval_server.backends.bm25_build import build
 
@@ -59,6 +65,7 @@ LOADERS: Mapping[str, Callable[[Any, LoadProgress], Retriever]] = {
     "lucene": _load_lucene,
     "hybrid": _load_hybrid,
     "rerank": _load_rerank,
+    "web": _load_web,
     "proxy": _load_proxy,
 }
 """Backend name -> function of its own kind of spec."""
