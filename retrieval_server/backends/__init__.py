@@ -36,6 +36,12 @@ def _load_web(spec: Any, progress: LoadProgress) -> Retriever:
     return WebRetriever.load(spec, progress)
 
 
+def _load_dense(spec: Any, progress: LoadProgress) -> Retriever:
+    from retrieval_server.backends.dense import DenseRetriever
+
+    return DenseRetriever.load(spec, progress)
+
+
 def _build_bm25(plan: BuildPlan) -> Manifest:
     from retrieval_server.backends.bm25_build import build
 
@@ -63,6 +69,7 @@ def _load_proxy(spec: Any, progress: LoadProgress) -> Retriever:
 LOADERS: Mapping[str, Callable[[Any, LoadProgress], Retriever]] = {
     "bm25": _load_bm25,
     "lucene": _load_lucene,
+    "dense": _load_dense,
     "hybrid": _load_hybrid,
     "rerank": _load_rerank,
     "web": _load_web,

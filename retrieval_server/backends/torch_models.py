@@ -61,6 +61,14 @@ def mixed_precision(device: torch.device, dtype: torch.dtype) -> AbstractContext
     return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
 
 
+def tokens_per_pass(device: torch.device) -> int:
+    """Return how many tokens, padding included, one forward pass of an encoder should hold at most.
+
+    A CPU gains nothing beyond what its caches hold; an accelerator wants to be filled.
+    """
+    return 4096 if device.type == "cpu" else 131_072
+
+
 def set_threads(threads: int) -> None:
     """Let torch compute with so many threads on the CPU; 0 leaves its choice (the cores, or OMP_NUM_THREADS)."""
     if threads:
