@@ -59,6 +59,10 @@ class BuildPlan:
     encode: EncodeOptions | None = None
     """Of a dense index; the other kinds have none."""
 
+    def folder(self, kind: str) -> Path:
+        """Return where an index of this kind goes: one encoder's beside another's, so by the name of the method."""
+        return self.save_dir / (kind if self.encode is None else self.encode.method)
+
 
 @dataclass(frozen=True, slots=True)
 class Written:
@@ -77,7 +81,7 @@ def build_index(
     write: Callable[[Path], Written],
     check: Callable[[Path], None],
 ) -> Manifest:
-    """Build ``<save_dir>/<kind>`` and return its manifest.
+    """Build ``plan.folder(kind)`` and return its manifest.
 
     The folder appears complete or not at all; an older index there is replaced only then. When it already holds this
     corpus with these parameters, nothing is done. ``check`` opens the finished folder as the server would, before
@@ -88,7 +92,7 @@ def build_index(
     any point, and ``write`` goes on from there (or overwrites everything).
     """
     sources = identify_sources(plan.corpus_path)  # a wrong path should not leave an empty folder behind
-    target = plan.save_dir / kind
+    target = plan.folder(kind)
     try:
         plan.save_dir.mkdir(parents=True, exist_ok=True)
         with _exclusive(plan.save_dir):

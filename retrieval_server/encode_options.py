@@ -38,8 +38,8 @@ class EncodeOptions:
     """Take the vectors from such a file instead of encoding."""
     faiss_gpu: bool = False
     """Train and fill the index on the GPU, where the installed FAISS can."""
-    dtype: Dtype = "auto"
-    """Precision of the encoder's matrix products; auto is bfloat16 or float16 where the device is fast in it."""
+    dtype: Dtype | None = None
+    """Precision of the encoder's matrix products; null: as ``use_fp16`` says, float32 without it."""
     embedding_dtype: Literal["float32", "float16"] = "float32"
     """Precision of the vectors on disk between encoding and indexing."""
     device: str = "auto"
@@ -53,7 +53,9 @@ class EncodeOptions:
         for name, least in (("max_length", 8), ("batch_size", 1)):
             if getattr(self, name) < least:
                 raise SettingsError(f"--{name} is {getattr(self, name)}; it must be at least {least}")
-        if self.use_fp16 and self.dtype not in ("auto", "float16"):
-            raise SettingsError(f"--use_fp16 contradicts --dtype {self.dtype}; give one of them")
+        if self.use_fp16 and self.dtype is not None:
+            raise SettingsError(f"--use_fp16 and --dtype {self.dtype} both choose the precision; give one of them")
+        if self.save_embedding and self.embedding_dtype != "float32":
+            raise SettingsError(f"--save_embedding keeps float32, not --embedding_dtype {self.embedding_dtype}")
         if not self.method or "/" in self.method or self.method.startswith("."):
             raise SettingsError(f"--retrieval_method {self.method!r} cannot be the name of a file; give a plain name")

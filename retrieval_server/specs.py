@@ -34,7 +34,8 @@ class DenseSpec(_Spec):
     name: Literal["dense"] = "dense"
     index_path: Path
     """An index of this builder, or a bare FAISS file as published (``e5_Flat.index``, or the folder of its parts)."""
-    corpus_path: Path
+    corpus_path: Path | None = None
+    """The corpus the index was built from; may be omitted when the index has a copy of the passages."""
     verify: Verify = "auto"
     model_path: str | None = None
     """Encoder; null takes the one that the manifest names. Required for a bare FAISS file."""
@@ -42,15 +43,22 @@ class DenseSpec(_Spec):
     """Family that decides prefixes and pooling where the manifest does not: e5, bge, contriever, dpr, plain ..."""
     pooling: Literal["mean", "cls", "pooler"] | None = None
     query_prefix: str | None = None
+    """Both for a bare FAISS file; null: as the model's folder says, else as its family."""
     max_query_length: int = Field(default=256, ge=8)
     """Tokens of a query; a longer one loses its beginning, since a pasted conversation ends with its question."""
     batch_size: int = Field(default=64, ge=1)
+    """Queries of one forward pass at most."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    """Precision of the encoder's products; auto is the half precision that the device is fast in."""
     device: str = "auto"
+    """Of the encoder, and of the search too under ``faiss_gpu``."""
     faiss_gpu: bool = False
     search: Literal["auto", "faiss", "torch"] = "auto"
+    """What finds candidates in a Flat or SQfp16 index; the answers are the same."""
     nprobe: int | None = Field(default=None, ge=1)
+    """Lists of an IVF index that are searched; null: twice the square root of their number."""
     ef_search: int | None = Field(default=None, ge=1)
+    """How far an HNSW index is searched; null: 128."""
     threads: int = Field(default=0, ge=0)
     """Threads of one search; 0 takes as many as the process may use."""
 

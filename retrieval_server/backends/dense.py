@@ -14,20 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from retrieval_server.backends.dense_parts import Searcher, load_bare_encoder, load_own_encoder, make_searcher
 from retrieval_server.backends.encoder import Encoder
 from retrieval_server.backends.faiss_files import LoadedIndex, index_pieces, read_index
 from retrieval_server.backends.torch_models import set_threads
-from retrieval_server.corpus import CorpusReader, PassageStore, sampled_sha256
-from retrieval_server.errors import CorpusError, IndexFolderError
+from retrieval_server.corpus import CorpusReader, PassageStore
+from retrieval_server.errors import CorpusError, IndexFolderError, SettingsError
 from retrieval_server.manifest import (
     MANIFEST_NAME,
     CorpusIdentity,
-    check_corpus,
     check_files,
+    identify,
     read_manifest,
     resolve_index,
+    served_corpus,
 )
 from retrieval_server.specs import DenseSpec
 from retrieval_server.types import Hit, LoadProgress
@@ -79,24 +81,32 @@ class DenseRetriever:
         set_threads(spec.threads)
         if _is_bare(spec.index_path):
             return cls._load_bare(spec, progress)
-        folder = resolve_index(spec.index_path)
+        folder = resolve_index(spec.index_path.parent if spec.index_path.is_file() else spec.index_path)
         manifest = read_manifest(folder)
         if manifest.kind != KIND:
             raise IndexFolderError(f"{folder} is an index of kind {manifest.kind!r}, the retriever is {KIND!r}")
         progress.update("checking index and corpus", 0.0)
-        check_files(folder, manifest, spec.verify, lambda n: None)
-        check_corpus(spec.corpus_path, manifest.corpus, spec.verify, lambda n: None)
+        total = manifest.corpus.bytes + sum(identity.bytes for identity in manifest.files.values())
+        hashed = 0
+
+        def count(n_bytes: int) -> None:
+            nonlocal hashed
+            hashed += n_bytes
+            progress.update("checking index and corpus", 0.2 * hashed / total)
+
+        check_files(folder, manifest, spec.verify, count)
+        passages_path = served_corpus(folder, manifest, spec.corpus_path, spec.verify, count)
         progress.update("loading the encoder", 0.2)
         encoder = load_own_encoder(spec, folder, manifest)
         index = _read([folder / str(manifest.parameters["file"])], progress)
         _require(folder, "dimension", index.dim, encoder.dim)
         _require(folder, "vectors", index.size, manifest.corpus.passages)
-        starts = np.load(folder / STARTS, mmap_mode="r", allow_pickle=False)
+        starts = load_starts(folder)
         _require(folder, "passages in starts.npy", len(starts), index.size)
         searcher, search_info = make_searcher(index, spec)
         dumped = manifest.model_dump(mode="json")
         described = {"corpus": dumped["corpus"], "manifest": dumped, "search": search_info}
-        passages = PassageStore(spec.corpus_path, np.asarray(starts))
+        passages = PassageStore(passages_path, starts)
         progress.update("ready", 1.0)
         return cls(encoder, searcher, passages, spec, described)
 
@@ -112,7 +122,7 @@ class DenseRetriever:
                 "give the encoder that it was built with (--retriever_model)"
             )
         progress.update("counting the passages of the corpus", 0.8)
-        corpus, starts = _scan(spec.corpus_path)
+        passages_path, corpus, starts = _scan(spec.corpus_path, pieces[0])
         if corpus.passages != index.size:
             raise CorpusError(
                 f"corpus {spec.corpus_path} has {corpus.passages} passages, but the index {pieces[0]} has {index.size} "
@@ -120,7 +130,7 @@ class DenseRetriever:
             )
         searcher, search_info = make_searcher(index, spec)
         described = {"corpus": corpus.model_dump(mode="json"), "search": search_info}
-        passages = PassageStore(spec.corpus_path, starts)
+        passages = PassageStore(passages_path, starts)
         progress.update("ready", 1.0)
         return cls(encoder, searcher, passages, spec, described)
 
@@ -167,11 +177,22 @@ class DenseRetriever:
         self._passages.close()
 
 
+def load_starts(folder: Path) -> npt.NDArray[np.int64]:
+    """Return the offsets of the passages [N] from an index of this builder."""
+    path = folder / STARTS
+    try:
+        return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+    except (OSError, ValueError) as error:
+        raise IndexFolderError(f"{path} cannot be read as an array ({error}); rebuild the index") from None
+
+
 def _is_bare(path: Path) -> bool:
     """True for a FAISS file or its parts; false for an index of this builder, and for what is neither."""
-    if path.is_dir() and ((path / MANIFEST_NAME).is_file() or any(path.glob(f"*/{MANIFEST_NAME}"))):
+    if path.is_file():
+        return not (path.parent / MANIFEST_NAME).is_file()
+    if (path / MANIFEST_NAME).is_file() or any(path.glob(f"*/{MANIFEST_NAME}")):
         return False
-    return path.is_file() or any(path.glob("part_*")) or any(path.glob("*.index")) or any(path.glob("*.faiss"))
+    return any(any(path.glob(pattern)) for pattern in ("part_*", "*.index", "*.faiss"))
 
 
 def _read(pieces: Sequence[Path], progress: LoadProgress) -> LoadedIndex:
@@ -189,18 +210,20 @@ def _read(pieces: Sequence[Path], progress: LoadProgress) -> LoadedIndex:
     return index
 
 
-def _scan(path: Path) -> tuple[CorpusIdentity, np.ndarray[Any, np.dtype[np.int64]]]:
-    """Return the identity of a corpus without an index of ours, and the offsets of its passages."""
+def _scan(path: Path | None, index_file: Path) -> tuple[Path, CorpusIdentity, npt.NDArray[np.int64]]:
+    """Return the file, the identity and the offsets of the passages [N] of a corpus that no manifest describes."""
+    if path is None:
+        raise SettingsError(
+            f"{index_file} is a bare FAISS file: give the corpus that it was built from (--corpus_path)"
+        )
     reader = CorpusReader(path)
-    starts = np.fromiter((line.start for line in reader), np.int64)
-    identity = CorpusIdentity(
-        file=path.name,
-        passages=len(starts),
-        bytes=reader.size,
-        sha256=reader.sha256,
-        sampled_sha256=sampled_sha256(path),
-    )
-    return identity, starts
+    if reader.needs_copy:
+        raise CorpusError(
+            f"corpus {path} is compressed or in shards; beside a bare FAISS file only plain JSON lines can be served: "
+            "unpack it into one file, in order"
+        )
+    starts = np.fromiter((line.start for line in reader.raw_lines()), np.int64)
+    return reader.served, identify(reader), starts
 
 
 def _require(folder: Path, what: str, found: int, expected: int) -> None:
