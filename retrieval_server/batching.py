@@ -11,8 +11,9 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 from retrieval_server.cache import Key, ResultCache
 from retrieval_server.errors import PartialSearchError, QueueFullError, SearchUnavailableError
@@ -29,6 +30,16 @@ class SearchFailedError(Exception):
     """The backend failed on the batch that a query was in. The message names the cause."""
 
 
+@dataclass(slots=True)
+class _InFlight:
+    """A query that waits or is searched."""
+
+    future: asyncio.Future[Hits]
+    waiters: int = 0
+    """Callers that want it; with none left it is not searched."""
+    since: float = field(default_factory=time.perf_counter)
+
+
 class MicroBatcher:
     """Cache, in-flight sharing and a bounded queue in front of one retriever.
 
@@ -40,7 +51,7 @@ class MicroBatcher:
         self._settings = settings
         self._metrics = metrics
         self._cache = ResultCache(settings.cache_units)
-        self._in_flight: dict[Key, asyncio.Future[Hits]] = {}
+        self._in_flight: dict[Key, _InFlight] = {}
         self._queue: deque[Key] = deque()
         self._wake = asyncio.Event()
         self._parallel = max(1, retriever.parallel)
@@ -55,14 +66,14 @@ class MicroBatcher:
         SearchUnavailableError or SearchFailedError when the backend had no answer to one of them.
         """
         found: dict[Key, Hits] = {}
-        waiting: dict[Key, asyncio.Future[Hits]] = {}
+        waiting: dict[Key, _InFlight] = {}
         new: dict[Key, None] = {}
         for query in queries:
             key = (query, k)
             if (hits := self._cache.get(key)) is not None:
                 found[key] = hits
-            elif (future := self._in_flight.get(key)) is not None:
-                waiting[key] = future
+            elif (in_flight := self._in_flight.get(key)) is not None:
+                waiting[key] = in_flight
             else:
                 new[key] = None
         if len(self._queue) + len(new) > self._settings.max_queue:
@@ -73,18 +84,26 @@ class MicroBatcher:
         for key in new:
             waiting[key] = self._enqueue(key)
         if waiting:
-            # Not gather: a caller that is cancelled must not cancel what other callers wait for too.
-            await asyncio.wait(waiting.values())
-            found.update((key, future.result()) for key, future in waiting.items())
+            await self._wait_for(waiting.values())
+            found.update((key, in_flight.future.result()) for key, in_flight in waiting.items())
         return [found[query, k] for query in queries]
 
-    def _enqueue(self, key: Key) -> asyncio.Future[Hits]:
-        future: asyncio.Future[Hits] = asyncio.get_running_loop().create_future()
-        self._in_flight[key] = future
+    def _enqueue(self, key: Key) -> _InFlight:
+        self._in_flight[key] = in_flight = _InFlight(asyncio.get_running_loop().create_future())
         self._queue.append(key)
         self._metrics.queue.set(len(self._queue))
         self._wake.set()
-        return future
+        return in_flight
+
+    async def _wait_for(self, wanted: Collection[_InFlight]) -> None:
+        """Wait until all are answered. Not gather: a caller that is cancelled must not cancel what others wait for."""
+        for in_flight in wanted:
+            in_flight.waiters += 1
+        try:
+            await asyncio.wait([in_flight.future for in_flight in wanted])
+        finally:
+            for in_flight in wanted:
+                in_flight.waiters -= 1
 
     async def _work(self) -> None:
         while True:
@@ -92,6 +111,8 @@ class MicroBatcher:
                 self._wake.clear()
                 await self._wake.wait()
             batch = self._next_batch()
+            if not batch:
+                continue
             self._count_running(1)
             try:
                 await self._run(batch)
@@ -103,13 +124,23 @@ class MicroBatcher:
         self._metrics.running.set(self._running)
 
     def _next_batch(self) -> list[Key]:
-        """Take a share of what waits, in order of arrival, up to the batch limit or the first query with another k."""
+        """Take a share of what waits, in order of arrival, up to the batch limit or the first query with another k.
+
+        What nobody waits for any more is dropped on the way, so the batch may be empty.
+        """
         free = self._parallel - self._running
         size = min(self._settings.max_batch, -(-len(self._queue) // free))
         k = self._queue[0][1]
         batch: list[Key] = []
         while self._queue and len(batch) < size and self._queue[0][1] == k:
-            batch.append(self._queue.popleft())
+            key = self._queue.popleft()
+            in_flight = self._in_flight[key]
+            if in_flight.waiters:
+                self._metrics.queue_seconds.observe(time.perf_counter() - in_flight.since)
+                batch.append(key)
+            else:
+                self._metrics.abandoned.inc()
+                self._in_flight.pop(key).future.cancel()
         self._metrics.queue.set(len(self._queue))
         return batch
 
@@ -142,10 +173,10 @@ class MicroBatcher:
 
     def _answer(self, key: Key, hits: Hits) -> None:
         self._cache.put(key, hits)
-        self._in_flight.pop(key).set_result(hits)
+        self._in_flight.pop(key).future.set_result(hits)
 
     def _refuse(self, key: Key, error: Exception) -> None:
-        future = self._in_flight.pop(key)
+        future = self._in_flight.pop(key).future
         future.set_exception(error)
         future.exception()  # read once here: with its client gone nobody else may ever look
 
@@ -174,7 +205,7 @@ class MicroBatcher:
     async def stop(self) -> None:
         """Finish what was accepted, then end the threads."""
         if self._in_flight:
-            await asyncio.wait(list(self._in_flight.values()))
+            await asyncio.wait([in_flight.future for in_flight in self._in_flight.values()])
         for worker in self._workers:
             worker.cancel()
         self._threads.shutdown(wait=True)

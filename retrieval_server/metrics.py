@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -25,6 +25,12 @@ class ServerMetrics:
         )
         self.cache_weight = Gauge(f"{prefix}cache_weight", "Documents (and queries) in the cache", registry=registry)
         self.queue = Gauge(f"{prefix}queue_length", "Queries waiting to be searched", registry=registry)
+        self.queue_seconds = Histogram(
+            f"{prefix}queue_seconds", "Time of one query in the queue", buckets=_SECONDS, registry=registry
+        )
+        self.abandoned = Counter(
+            f"{prefix}abandoned_queries", "Queries not searched because every client that asked left", registry=registry
+        )
         self.batch_size = Histogram(
             f"{prefix}batch_size", "Queries searched together", buckets=_SIZES, registry=registry
         )
@@ -41,6 +47,8 @@ class ServerMetrics:
         self.running = Gauge(f"{prefix}running_searches", "Batches in the backend now", registry=registry)
         self.failed_batches = Counter(f"{prefix}failed_batches", "Batches the backend failed on", registry=registry)
         self.ready = Gauge(f"{prefix}ready", "1 when the index is loaded", registry=registry)
+        self.connections = Gauge(f"{prefix}connections", "Open connections", registry=registry)
+        ProcessCollector(registry=registry)  # CPU seconds, memory and open files of this process
 
     def render(self) -> bytes:
         """Return the metrics in Prometheus' text format."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, WithJsonSchema
 
 from retrieval_server.settings import Settings
 from retrieval_server.wire import RequestError, RetrieveRequest, check_size, checked_topk, validated
@@ -37,8 +37,8 @@ class RerankRequest(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
 
-    queries: list[str]
-    documents: list[list[GivenDocument]]
+    queries: Annotated[list[str], FailFast()]
+    documents: Annotated[list[Annotated[list[GivenDocument], FailFast()]], FailFast()]
     """Per query its documents: ``{"contents"}``, or ``{"document": {"contents"}}``."""
     rerank_topk: int | None = None
     """Documents returned per query; null and 0 mean the server's default."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -13,8 +15,10 @@ from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
+from fastapi import FastAPI
 
 from retrieval_server.app import create_app
+from retrieval_server.connection import Connection, Draining, connection_class
 from retrieval_server.errors import RetrievalServerError, SettingsError
 from retrieval_server.service import Loader
 from retrieval_server.settings import Settings
@@ -26,6 +30,11 @@ _BACKLOG = 2048
 # next request meets a closing connection.
 _KEEP_ALIVE_S = 75
 _GRACE_S = 30
+_LAST_CALL_S = 0.5
+"""How long connections without a request stay open when the server stops: a request may be on its way."""
+_LOOPBACK = ("127.", "::1", "localhost")
+_OTHER_FILES = 128
+"""Open files beside the connections: index, libraries, logs."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -61,7 +70,8 @@ def bind(host: str, port: int) -> socket.socket:
 def serve(load: Loader, settings: Settings, listener: socket.socket) -> int:
     """Serve until SIGTERM or SIGINT, or until loading fails; return the exit status (2 for what the user can mend).
 
-    On a signal no new connection is accepted and accepted requests are finished, for at most 30 s.
+    On a signal every request that has reached the server is finished, for at most 30 s, and no connection is taken any
+    more.
     """
     failures: list[Exception] = []
 
@@ -69,21 +79,13 @@ def serve(load: Loader, settings: Settings, listener: socket.socket) -> int:
         failures.append(error)
         server.should_exit = True
 
-    app = create_app(load, settings, stop_on_failure)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            lifespan="on",
-            timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=_GRACE_S,
-            backlog=_BACKLOG,
-        )
-    )
+    server = build(create_app(load, settings, stop_on_failure), settings)
     signal.signal(signal.SIGTERM, _exit_cleanly)
     host, port = listener.getsockname()[:2]
+    if not host.startswith(_LOOPBACK) and not settings.api_key_env:
+        logger.warning(
+            "%s serves other machines and asks for no key: set --api_key_env, or keep it behind a gate", host
+        )
     logger.info("listening on http://%s:%s", f"[{host}]" if ":" in host else host, port)
     try:
         asyncio.run(server.serve(sockets=[listener]))
@@ -95,6 +97,70 @@ def serve(load: Loader, settings: Settings, listener: socket.socket) -> int:
         sys.stderr.write(f"error: {failures[0]}\n")
         return 2
     return 1
+
+
+def build(app: FastAPI, settings: Settings) -> DrainingServer:
+    """Return a server for an app of ``create_app``, not yet running."""
+    settings = dataclasses.replace(settings, max_connections=allow_open_files(settings.max_connections))
+    draining = Draining()
+    config = uvicorn.Config(
+        app,
+        http=connection_class(settings, draining),
+        ws="none",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,  # nobody in front of us is trusted to name the client
+        server_header=False,
+        lifespan="on",
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=_GRACE_S,
+        backlog=_BACKLOG,
+    )
+    server = DrainingServer(config, draining)
+    app.state.metrics.connections.set_function(lambda: len(server.server_state.connections))
+    return server
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn's server, but it stops without turning anybody away who has already come in."""
+
+    def __init__(self, config: uvicorn.Config, draining: Draining) -> None:
+        super().__init__(config)
+        self.draining = draining
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take the connections that wait in the kernel, answer what they and the others ask, then close them."""
+        self.draining.active = True
+        for connection in self._open():
+            connection.finish()
+        for _ in range(3):  # one turn to see that the listener is readable, one to accept, one to begin
+            await asyncio.sleep(0)
+        for server in self.servers:
+            server.close()
+        deadline = asyncio.get_running_loop().time() + _LAST_CALL_S
+        while self._open() and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.02)
+        await super().shutdown(sockets)
+
+    def _open(self) -> list[Connection]:
+        return [connection for connection in self.server_state.connections if isinstance(connection, Connection)]
+
+
+def allow_open_files(connections: int) -> int:
+    """Raise this process's limit on open files so that as many connections fit; return how many do."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    wanted = connections + _OTHER_FILES
+    if soft != unlimited and soft < wanted:
+        soft = wanted if hard == unlimited else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    fit = connections if soft == unlimited else min(connections, max(1, soft - _OTHER_FILES))
+    if fit < connections:
+        logger.warning(
+            "only %d of max_connections %d fit into the limit on open files, %d: raise it with ulimit -Hn",
+            fit, connections, soft,
+        )  # fmt: skip
+    return fit
 
 
 def _exit_cleanly(signal_number: int, frame: FrameType | None) -> None:

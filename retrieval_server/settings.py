@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from retrieval_server.errors import SettingsError
 
 DEFAULT_PORT = 8002
+_AT_LEAST_ONE = (
+    "topk", "max_topk", "max_queries", "max_documents", "max_body_bytes", "max_batch", "max_queue", "max_connections",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,13 @@ class Settings:
     """A larger request body is a 413."""
     body_timeout_s: float = 10.0
     """Seconds a client may take to send its body before it gets a 408."""
+    header_timeout_s: float = 10.0
+    """Seconds from a connection's beginning, or a request's first byte, until its headers are there; else a 408."""
+    max_connections: int = 4096
+    """Connections at a time; one more gets a 503. The limit on open files is raised to fit, as far as it may be."""
+    api_key_env: str = ""
+    """Name of the environment variable with the key that clients send as ``Authorization: Bearer KEY``; empty: none.
+    Only ``/healthz`` is open then."""
     max_batch: int = 128
     """Queries searched together at most."""
     max_queue: int = 16_384
@@ -40,14 +50,16 @@ class Settings:
 
     def _problems(self) -> list[str]:
         """Return what is impossible, one line each."""
-        at_least_one = ("topk", "max_topk", "max_queries", "max_documents", "max_body_bytes", "max_batch", "max_queue")
         found = [
-            f"{name} is {value}; it must be at least 1" for name in at_least_one if (value := getattr(self, name)) < 1
+            f"{name} is {value}; it must be at least 1" for name in _AT_LEAST_ONE if (value := getattr(self, name)) < 1
+        ]
+        found += [
+            f"{name} is {value}; it must be above 0"
+            for name in ("body_timeout_s", "header_timeout_s")
+            if not (value := getattr(self, name)) > 0
         ]
         if self.cache_units < 0:
             found.append(f"cache_units is {self.cache_units}; it must be 0 (no cache) or more")
-        if not self.body_timeout_s > 0:
-            found.append(f"body_timeout_s is {self.body_timeout_s}; it must be above 0")
         if self.topk > self.max_topk:
             found.append(f"topk {self.topk} is above max_topk {self.max_topk}; lower the one or raise the other")
         if self.max_queries > self.max_queue:
