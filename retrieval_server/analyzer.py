@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from importlib import metadata
 
+from retrieval_server import lucene_words
 from retrieval_server.errors import SettingsError
 
 _WORD = re.compile(r"\b\w\w+\b")
@@ -27,23 +28,26 @@ _PROBE = (
 
 
 class Analyzer:
-    """Lower-cases, splits into words of at least two characters, drops stop words, stems.
+    """Lower-cases, splits into words, drops stop words, stems.
+
+    With the stemmer ``lucene`` the words are Lucene's too; else they are runs of at least two word characters.
 
     Not safe for several threads at once (the stemmer keeps a buffer).
     """
 
     def __init__(self, stopwords: str, stemmer: str) -> None:
-        """``stopwords``: english or none. ``stemmer``: none or a Snowball language. Raises SettingsError."""
+        """``stopwords``: english or none. ``stemmer``: lucene, none or a Snowball language. Raises SettingsError."""
         if stopwords not in STOPWORDS:
             raise SettingsError(f"stopwords {stopwords!r} is unknown; known: {', '.join(sorted(STOPWORDS))}")
         self._stopwords = STOPWORDS[stopwords]
+        self._words = lucene_words.words if stemmer == "lucene" else _words
         # A corpus of millions of passages has few distinct words; the cache takes stemming out of the profile.
         self._stem = lru_cache(maxsize=1 << 18)(_stem_function(stemmer))
 
     def terms(self, text: str) -> list[str]:
         """Return the terms of a text in order, repetitions included."""
         stopwords, stem = self._stopwords, self._stem
-        return [stem(word) for word in _WORD.findall(text.lower()) if word not in stopwords]
+        return [stem(word) for word in self._words(text) if word not in stopwords]
 
     def fingerprint(self) -> str:
         """Return a short digest of what this analyzer makes of a fixed text.
@@ -53,13 +57,19 @@ class Analyzer:
         return hashlib.sha256(" ".join(self.terms(_PROBE)).encode()).hexdigest()[:16]
 
 
+def _words(text: str) -> list[str]:
+    return _WORD.findall(text.lower())
+
+
 def _stem_function(name: str) -> Callable[[str], str]:
     if name == "none":
         return str
+    if name == "lucene":
+        return lucene_words.stem_function()
     import Stemmer  # only indexes that stem need it
 
     if name not in Stemmer.algorithms():
-        known = ", ".join(sorted(["none", *Stemmer.algorithms()]))
+        known = ", ".join(sorted(["lucene", "none", *Stemmer.algorithms()]))
         raise SettingsError(f"stemmer {name!r} is unknown; known: {known}")
     stem: Callable[[str], str] = Stemmer.Stemmer(name, 0).stemWord
     return stem

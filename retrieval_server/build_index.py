@@ -40,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--k1", type=float, default=0.9, help="bm25 term saturation (default: 0.9)")
     parser.add_argument("--b", type=float, default=0.4, help="bm25 length normalisation (default: 0.4)")
     parser.add_argument("--stopwords", default="english", help="english or none")
-    parser.add_argument("--stemmer", default="english", help="a Snowball language, or none")
+    parser.add_argument("--stemmer", default="lucene", help="lucene (words and stems), a Snowball language, none")
     parser.add_argument("--force", action="store_true", help="build even when this very index exists")
     encoder = parser.add_argument_group("encoder flags of the published builder (no meaning for bm25)")
     for name, default in _ENCODER_FLAGS.items():

@@ -31,7 +31,7 @@ def write_corpus(path: Path, passages: Sequence[tuple[str, str, str]] = PASSAGES
 
 def make_plan(corpus: Path, save_dir: Path, **changes: Any) -> BuildPlan:
     """A plan with the command line's defaults."""
-    options: dict[str, Any] = {"k1": 0.9, "b": 0.4, "stopwords": "english", "stemmer": "english", "force": False}
+    options: dict[str, Any] = {"k1": 0.9, "b": 0.4, "stopwords": "english", "stemmer": "lucene", "force": False}
     return BuildPlan(corpus, save_dir, **{**options, **changes})
 
 

@@ -54,7 +54,7 @@ def random_index(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bm25Retrieve
     folder = tmp_path_factory.mktemp("random")
     passages = random_passages(3, 200)
     corpus = write_corpus(folder / "c.jsonl", passages)
-    build(make_plan(corpus, folder / "i"))
+    build(make_plan(corpus, folder / "i", stemmer="english"))
     return (
         open_index(folder / "i", corpus),
         [f'"{title}"\n{text}' for _, title, text in passages],

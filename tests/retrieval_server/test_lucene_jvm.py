@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ import pytest
 from retrieval_helpers import write_corpus
 from test_lucene_client import process_id
 
+from retrieval_server.analyzer import Analyzer
 from retrieval_server.backends import load
 from retrieval_server.backends.lucene import LuceneRetriever
 from retrieval_server.backends.lucene_java import JavaSetup, find_setup
@@ -27,6 +29,7 @@ from retrieval_server.errors import SettingsError
 from retrieval_server.specs import LuceneSpec
 from retrieval_server.types import LoadProgress
 
+ROOT = Path(__file__).resolve().parents[2]
 # No stop word, no suffix to stem.
 WORDS = ["amber", "basalt", "cobalt", "drumlin", "ember", "flint", "granit", "haml", "indigo", "jasper"]
 ROWS = [
@@ -126,3 +129,35 @@ def test_without_stored_texts_and_with_other_parameters(setup: JavaSetup, corpus
     rows = {row[0]: row for row in ROWS}
     assert all((hit.document.id, hit.document.title, hit.document.text) == rows[hit.document.id] for hit in hits)
     assert json.loads(hits[0].document.encoded)["contents"] == hits[0].document.contents
+
+
+ANALYZE = """
+import json, sys
+import jnius_config
+jnius_config.set_classpath(sys.argv[1])
+from jnius import autoclass
+analyzer = autoclass("io.anserini.analysis.DefaultEnglishAnalyzer").newDefaultInstance()
+utils = autoclass("io.anserini.analysis.AnalyzerUtils")
+print(json.dumps([list(utils.analyze(analyzer, text)) for text in json.load(sys.stdin)]))
+"""
+
+
+def test_the_lucene_analyzer_of_bm25_makes_the_same_terms(setup: JavaSetup) -> None:
+    files = [Path(__file__), *ROOT.glob("docs/*.md"), *(ROOT / "retrieval_server").glob("*.py")]
+    texts = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    texts += [
+        "O’Neil's İstanbul 日本語 テスト cafe\u0301 ½ x² a·b U.S.A. 3.5 1,000",
+        "technologies possibly us biology",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", ANALYZE, setup.jar],
+        input=json.dumps(texts),
+        env={**os.environ, "JAVA_HOME": str(setup.java_home)},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    analyzer = Analyzer("english", "lucene")
+    for text, theirs in zip(texts, json.loads(done.stdout), strict=True):
+        assert analyzer.terms(text) == theirs
