@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 
 _WORD = re.compile(r"\w+")
+_CHARSET = re.compile(r"charset=[\"']?([\w.:-]+)")
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
 _MAX_TEXT_CHARS = 400_000
 _MAX_LEAD_CHARS = 300
@@ -15,11 +17,17 @@ _MAX_LEAD_CHARS = 300
 
 def extract_text(body: bytes, content_type: str) -> str:
     """Return the main text of a page, without menus and comments; "" when there is none."""
+    declared = _CHARSET.search(content_type)
+    page: str | bytes = body
+    if declared is not None:
+        with suppress(LookupError, UnicodeDecodeError):
+            page = body.decode(declared[1])
     if content_type.startswith("text/plain"):
-        return body.decode("utf-8", "replace")[:_MAX_TEXT_CHARS].strip()
+        plain = page if isinstance(page, str) else page.decode("utf-8", "replace")
+        return plain[:_MAX_TEXT_CHARS].strip()
     import trafilatura  # takes half a second
 
-    text = trafilatura.extract(body, include_comments=False, include_tables=True)
+    text = trafilatura.extract(page, include_comments=False, include_tables=True)
     return (text or "")[:_MAX_TEXT_CHARS].strip()
 
 
@@ -39,7 +47,7 @@ def best_window(text: str, snippet: str, query: str, size: int) -> str:
         return ""
     first, last = _densest(hits, weight, size)
     start = _sentence_start(text, hits[first][1], max(0, hits[last][2] - size))
-    return _cut(text, start, size)
+    return _cut(text, start, size, hits[last][2])
 
 
 def _words(text: str) -> list[str]:
@@ -47,7 +55,10 @@ def _words(text: str) -> list[str]:
 
 
 def _densest(hits: Sequence[tuple[str, int, int]], weight: dict[str, float], size: int) -> tuple[int, int]:
-    """Return (first, last) of the run of hits within ``size`` characters whose distinct words weigh most."""
+    """Return (first, last) of the run of hits within ``size`` characters whose distinct words weigh most.
+
+    Of equally heavy runs the first, and without words at its beginning that come again in it.
+    """
     inside: Counter[str] = Counter()
     total, best, first = 0.0, -1.0, 0
     result = (0, 0)
@@ -55,7 +66,7 @@ def _densest(hits: Sequence[tuple[str, int, int]], weight: dict[str, float], siz
         inside[word] += 1
         if inside[word] == 1:
             total += weight[word]
-        while end - hits[first][1] > size and first < last:
+        while first < last and (end - hits[first][1] > size or inside[hits[first][0]] > 1):
             dropped = hits[first][0]
             inside[dropped] -= 1
             if not inside[dropped]:
@@ -75,13 +86,11 @@ def _sentence_start(text: str, position: int, earliest: int) -> int:
     return 0 if earliest == 0 else position
 
 
-def _cut(text: str, start: int, size: int) -> str:
-    """Return up to ``size`` characters from ``start``, ending with a sentence if that keeps half, else with a word."""
-    window = text[start : start + size]
-    if start + size >= len(text):
-        return window.strip()
-    ends = [match.start() for match in _SENTENCE_END.finditer(window)]
-    if ends and ends[-1] >= size // 2:
-        return window[: ends[-1]].strip()
-    head, space, _ = window.rpartition(" ")
-    return (head if space and len(head) >= size // 2 else window).strip()
+def _cut(text: str, start: int, size: int, needed: int) -> str:
+    """Return up to ``size`` characters from ``start``, ending with a sentence or else a word, not before ``needed``."""
+    end = min(len(text), start + size)
+    needed = min(end, max(needed, start + size // 2))
+    ends = [end] if end == len(text) else [match.start() + start for match in _SENTENCE_END.finditer(text[start:end])]
+    if not ends or ends[-1] < needed:
+        ends = [end if text[end].isspace() else max(text.rfind(" ", start, end), text.rfind("\n", start, end))]
+    return text[start : ends[-1] if ends[-1] >= needed else end].strip()
