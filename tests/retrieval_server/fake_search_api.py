@@ -240,7 +240,7 @@ def reset(handler: _Handler) -> None:
 def web_spec(api: FakeApi | None, tmp_path: Path, provider: Any = "serper", **options: Any) -> WebSpec:
     """A spec that is fast and points at the fake."""
     defaults: dict[str, Any] = {"requests_per_second": 1000, "timeout_s": 5, "state_path": tmp_path / "web.sqlite"}
-    return WebSpec(provider=provider, base_url=api.url if api else None, **{**defaults, **options})
+    return WebSpec(provider=provider, **{"base_url": api.url if api else None, **defaults, **options})
 
 
 def open_web(api: FakeApi, tmp_path: Path, provider: Any = "serper", **options: Any) -> WebRetriever:

@@ -33,7 +33,8 @@ from fake_search_api import (
 from retrieval_server.backends.web import api as api_module
 from retrieval_server.backends.web import pacing
 from retrieval_server.backends.web.pacing import Pacer, SingleFlight, backoff_s, retry_after_s
-from retrieval_server.errors import PartialSearchError, SearchUnavailableError
+from retrieval_server.backends.web.transport import proxy_for
+from retrieval_server.errors import PartialSearchError, SearchUnavailableError, SettingsError
 
 
 @pytest.fixture
@@ -144,6 +145,22 @@ def test_nobody_there_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         retriever.search(["q"], 1)
     assert retriever.info()["spent"] == 0
     retriever.close()
+
+
+def test_the_proxy_of_the_environment_is_used(api: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", api.url.replace("://", "://user:p%40ss@"))
+    monkeypatch.setenv("no_proxy", "direct.example")
+    assert proxy_for("http://direct.example") is proxy_for(api.url) is None
+    retriever = open_web(api, tmp_path, base_url="http://api.example")
+    assert ids(retriever.search(["q"], 1)) == [[entry("q", 0)[1]]]
+    [request] = api.received
+    assert request.headers["host"] == "api.example"
+    assert request.headers["proxy-authorization"].startswith("Basic ")
+    retriever.close()
+    monkeypatch.setenv("http_proxy", "socks5://user:secret@127.0.0.1:1")
+    with pytest.raises(SettingsError, match="a proxy for http that is none of http") as caught:
+        open_web(api, tmp_path, base_url="http://api.example")
+    assert "secret" not in str(caught.value)
 
 
 def test_a_wrong_content_type_does_not_matter(api: FakeApi, tmp_path: Path) -> None:

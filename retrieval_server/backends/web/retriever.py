@@ -15,7 +15,15 @@ from retrieval_server.backends.web.passages import best_window
 from retrieval_server.backends.web.providers import PROVIDERS
 from retrieval_server.backends.web.results import Result, ResultPage, document, one_line
 from retrieval_server.backends.web.state import WebState
-from retrieval_server.backends.web.transport import IpAddress, Resolver, Transport, anywhere, is_public, resolve
+from retrieval_server.backends.web.transport import (
+    IpAddress,
+    Resolver,
+    Transport,
+    anywhere,
+    is_public,
+    proxy_for,
+    resolve,
+)
 from retrieval_server.errors import PartialSearchError, SearchUnavailableError, SettingsError
 from retrieval_server.specs import WebSpec
 from retrieval_server.types import Hit, LoadProgress
@@ -68,14 +76,15 @@ class WebRetriever:
         credentials = Credentials.from_environment(provider.variables, environment)
         if spec.fetch_pages:
             _require_trafilatura()
+        base_url = (spec.base_url or provider.default_url).rstrip("/")
+        transport = Transport(anywhere, proxy_url=proxy_for(base_url))
         state = WebState(spec.state_path, spec.cache_days)
-        transport = Transport(anywhere)
         api = ApiClient(
             provider,
             credentials,
             transport,
             state,
-            base_url=(spec.base_url or provider.default_url).rstrip("/"),
+            base_url=base_url,
             timeout_s=spec.timeout_s,
             retries=spec.retries,
             budget=spec.budget,

@@ -12,20 +12,25 @@ import logging
 import socket
 import ssl
 import time
+import urllib.request
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpcore
 import httpx
+
+from retrieval_server.errors import SettingsError
 
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 Resolver = Callable[[str, int], Sequence[str]]
 """(host, port) -> IP addresses; raises OSError when there are none."""
 
+_MAX_CONNECTIONS = 100
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _DEADLINE: ContextVar[float] = ContextVar("deadline")
 # What fails before anything was sent: the other side cannot have done, nor billed, anything.
@@ -85,16 +90,22 @@ class Transport:
     """A pool of connections. Safe to use from several threads."""
 
     def __init__(
-        self, allowed: Callable[[IpAddress], bool], resolver: Resolver = resolve, max_connections: int = 100
+        self, allowed: Callable[[IpAddress], bool], resolver: Resolver = resolve, proxy_url: str | None = None
     ) -> None:
-        """``allowed`` decides about every address before a connection is made to it."""
+        """``allowed`` decides about every address before a connection is made to it (with a proxy: the proxy's)."""
         logging.getLogger("httpcore").setLevel(logging.INFO)  # its debug lines show headers, where a key may be echoed
-        self._pool = httpcore.ConnectionPool(
-            ssl_context=httpx.create_ssl_context(),  # heeds SSL_CERT_FILE and SSL_CERT_DIR
-            max_connections=max_connections,
-            keepalive_expiry=5.0,  # short: a connection that the other side has closed costs a paid retry
-            network_backend=_GuardedBackend(allowed, resolver),
-        )
+        options: dict[str, Any] = {
+            "ssl_context": httpx.create_ssl_context(),  # heeds SSL_CERT_FILE and SSL_CERT_DIR
+            "max_connections": _MAX_CONNECTIONS,
+            "keepalive_expiry": 5.0,  # short: a connection that the other side has closed costs a paid retry
+            "network_backend": _GuardedBackend(allowed, resolver),
+        }
+        self._pool: httpcore.ConnectionPool
+        if proxy_url is None:
+            self._pool = httpcore.ConnectionPool(**options)
+        else:
+            proxy = httpx.Proxy(proxy_url)
+            self._pool = httpcore.HTTPProxy(_raw(proxy.url), proxy_auth=proxy.raw_auth, **options)
 
     def exchange(
         self,
@@ -119,6 +130,8 @@ class Transport:
             failure = error
         except (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError) as error:
             failure = TransferError(_describe(error, timeout_s), sent=not isinstance(error, _UNSENT))
+        except httpcore.ProxyError as error:
+            failure = TransferError(f"the proxy answers {str(error)[:80]}", sent=False)
         except httpcore.UnsupportedProtocol:
             failure = TransferError("not an http address", sent=False, again=False)
         finally:
@@ -153,12 +166,31 @@ class Transport:
         self._pool.close()
 
 
+def proxy_for(url: str) -> str | None:
+    """Return the proxy that the environment names for an address (HTTPS_PROXY, HTTP_PROXY, NO_PROXY), or None.
+
+    Raises SettingsError for one that cannot be used; its address is not shown, since it may hold a password.
+    """
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    if host in ("localhost", "127.0.0.1", "::1") or urllib.request.proxy_bypass(host):
+        return None
+    proxies = urllib.request.getproxies()
+    proxy = proxies.get(parts.scheme) or proxies.get("all")
+    if proxy and urlsplit(proxy).scheme not in ("http", "https"):
+        raise SettingsError(f"the environment names a proxy for {parts.scheme} that is none of http(s): unset it")
+    return proxy
+
+
+def _raw(url: httpx.URL) -> httpcore.URL:
+    return httpcore.URL(scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path)
+
+
 def _target(url: str) -> httpcore.URL:
     try:
-        parsed = httpx.URL(url)
+        return _raw(httpx.URL(url))
     except (httpx.InvalidURL, ValueError):
         raise TransferError("not an address", sent=False, again=False) from None
-    return httpcore.URL(scheme=parsed.raw_scheme, host=parsed.raw_host, port=parsed.port, target=parsed.raw_path)
 
 
 def _describe(error: Exception, timeout_s: float) -> str:
