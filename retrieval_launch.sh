@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Serve a retrieval index. Flags as published, passed on:
 #   bash retrieval_launch.sh --index_path INDEX --corpus_path CORPUS.jsonl [--topk 3] [--retriever_name bm25] [--port 8002]
+#   bash retrieval_launch.sh --config configs/retrieval/hybrid.yaml [flags that override it]
 # Stop it with Ctrl-C or SIGTERM: accepted requests are finished first. Readiness: GET /readyz.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"

@@ -9,17 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from retrieval_server.backends import pick
+from retrieval_server.backends.encodings import FAMILIES
 from retrieval_server.errors import SettingsError
 from retrieval_server.launch import SPECS, Launch, read_config, resolve, settings_fields, unknown_key
-from retrieval_server.manifest import holds_passages, read_manifest, resolve_index
+from retrieval_server.manifest import MANIFEST_NAME, holds_passages, read_manifest, resolve_index
 from retrieval_server.settings import DEFAULT_PORT
 
 logger = logging.getLogger("retrieval_server")
 
-ENCODERS = ("e5", "bge", "contriever", "dpr", "gte", "jina", "plain")
+ENCODERS = tuple(FAMILIES)
 """Values of --retriever_name that mean the dense backend with an encoder of that family."""
 _PUBLISHED_ENCODER = "intfloat/e5-base-v2"
-_PUBLISHED_RERANKER = "cross-encoder/ms-marco-MiniLM-L12-v2"
+_RERANKER = SPECS["rerank"].model_fields["model_path"].default
 _ABSENT = argparse.SUPPRESS
 
 # Flag -> field of the backend that searches first.
@@ -66,7 +67,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     rerank = top.add_argument_group("reranking (any of these flags switches it on)")
     rerank.add_argument("--retrieval_topk", type=int, help="passages that are reranked (default: 10)")
     rerank.add_argument("--reranking_topk", type=int, help="passages that are returned (default: --topk)")
-    rerank.add_argument("--reranker_model", help=f"cross-encoder (default: {_PUBLISHED_RERANKER})")
+    rerank.add_argument("--reranker_model", help=f"cross-encoder (default: {_RERANKER})")
     rerank.add_argument("--reranker_batch_size", type=int, help="pairs scored together (default: 32)")
     limits = top.add_argument_group("limits and defaults")
     for name, kind, default in settings_fields():
@@ -104,20 +105,33 @@ def _from_flags(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the backend that the flags describe without a file."""
     if "index_path" not in given:
         raise SettingsError("nothing to serve: give --index_path and --corpus_path, or --config FILE.yaml")
-    name, encoder = _name_and_encoder(given.get("retriever_name"), given["index_path"])
-    if name != "lucene" and "corpus_path" not in given and not _holds_passages(given["index_path"]):
+    asked, index = given.get("retriever_name"), given["index_path"]
+    kind, index = _chosen_index(asked, index)
+    name, encoder = _name_and_encoder(asked, kind, index)
+    if name != "lucene" and "corpus_path" not in given and not (manifests(index) and holds_passages(index)):
         raise SettingsError(f"--corpus_path is missing: {name} returns passages of the corpus the index was built from")
     backend: dict[str, Any] = {"name": name}
     if encoder is not None:
         backend["encoder"] = encoder
-        if encoder == "e5" and "retriever_model" not in given and not _has_manifest(given["index_path"]):
+        if encoder == "e5" and "retriever_model" not in given and not manifests(index):
             backend["model_path"] = _PUBLISHED_ENCODER
-    return _overridden(backend, {flag: value for flag, value in given.items() if flag != "retriever_name"})
+    others = {flag: value for flag, value in given.items() if flag != "retriever_name"}
+    return _overridden(backend, {**others, "index_path": index})
 
 
-def _name_and_encoder(asked: str | None, index: Path) -> tuple[str, str | None]:
+def _chosen_index(asked: str | None, path: Path) -> tuple[str, Path]:
+    """Return an index's kind and path: of several in one --save_dir the one that --retriever_name means."""
+    wanted = "dense" if asked in ENCODERS else asked
+    if asked is not None and len(inside := manifests(path)) > 1:
+        fitting = [folder for folder in inside if read_manifest(folder).kind == wanted]
+        named = [folder for folder in fitting if folder.name == asked]
+        if len(chosen := named or fitting) == 1:
+            return str(wanted), chosen[0]
+    return index_kind(path), path
+
+
+def _name_and_encoder(asked: str | None, kind: str, index: Path) -> tuple[str, str | None]:
     """Return the backend for an index and the encoder family, if --retriever_name names one."""
-    kind = index_kind(index)
     if asked is None:
         return kind, None
     known = {**{name: name for name in ("bm25", "lucene", "dense")}, **dict.fromkeys(ENCODERS, "dense")}
@@ -139,20 +153,23 @@ def index_kind(path: Path) -> str:
 
     Raises IndexFolderError when there is nothing that any backend reads.
     """
-    if path.is_file() or (path.is_dir() and (any(path.glob("part_*")) or len(list(path.glob("*.index"))) == 1)):
-        return "dense"  # as published: a FAISS file, its pieces, or the folder it lies in
-    if not _has_manifest(path) and (any(path.glob("segments_*")) or any(path.glob("bm25/segments_*"))):
+    if path.is_file():
+        return "dense"
+    if manifests(path):
+        return read_manifest(resolve_index(path)).kind
+    if any(path.glob("segments_*")) or any(path.glob("*/segments_*")):
         return "lucene"
-    kind = read_manifest(resolve_index(path)).kind
-    return "dense" if kind in ENCODERS else kind
+    if any(any(path.glob(pattern)) for pattern in ("part_*", "*.index", "*.faiss")):
+        return "dense"  # as published: a FAISS file, or its pieces
+    return read_manifest(resolve_index(path)).kind  # raises, with what was found
 
 
-def _holds_passages(path: Path) -> bool:
-    return _has_manifest(path) and holds_passages(path)
-
-
-def _has_manifest(path: Path) -> bool:
-    return path.is_dir() and (any(path.glob("manifest.json")) or any(path.glob("*/manifest.json")))
+def manifests(path: Path) -> list[Path]:
+    """Return the folders with a manifest: ``path`` itself, else those in it."""
+    if (path / MANIFEST_NAME).is_file():
+        return [path]
+    inside = sorted(file.parent for file in path.glob(f"*/{MANIFEST_NAME}")) if path.is_dir() else []
+    return [folder for folder in inside if not folder.name.startswith(".")]
 
 
 def _overridden(backend: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,4 +202,4 @@ def _reranked(backend: dict[str, Any], given: Mapping[str, Any]) -> dict[str, An
         return {**backend, **values}
     if not values and "reranking_topk" not in given:
         return backend
-    return {"name": "rerank", "first": backend, "model_path": _PUBLISHED_RERANKER, **values}
+    return {"name": "rerank", "first": backend, **values}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -100,8 +101,25 @@ def test_the_kind_of_an_index_comes_from_its_manifest_or_its_files(built: tuple[
     assert index_kind(tmp_path / "published") == "lucene"
     with pytest.raises(IndexFolderError, match="does not exist"):
         index_kind(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
     with pytest.raises(IndexFolderError, match="not an index of this service"):
-        index_kind(tmp_path)
+        index_kind(tmp_path / "empty")
+
+
+def test_of_several_indexes_the_name_decides(built: tuple[Path, Path], tmp_path: Path) -> None:
+    manifest = json.loads((built[0] / "bm25" / "manifest.json").read_text())
+    for folder, kind in (("bm25", "bm25"), ("e5", "dense"), ("bge", "dense"), (".e5.partial", "dense")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "manifest.json").write_text(json.dumps({**manifest, "kind": kind}))
+    pair = ("--index_path", tmp_path, "--corpus_path", "c", "--retriever_name")
+    assert flags(*pair, "bm25").backend == Bm25Spec(index_path=tmp_path / "bm25", corpus_path=Path("c"))
+    e5 = flags(*pair, "e5").backend
+    assert e5 == DenseSpec(index_path=tmp_path / "e5", corpus_path=Path("c"), encoder="e5")
+    for name in ("dense", "gte", "lucene"):
+        with pytest.raises(IndexFolderError, match=r"holds 3 indexes \(bge, bm25, e5\); name one"):
+            flags(*pair, name)
+    with pytest.raises(IndexFolderError, match="holds 3 indexes"):
+        flags(*pair[:-1])
 
 
 def test_bm25_over_a_lucene_index_is_lucene_as_published(tmp_path: Path) -> None:
