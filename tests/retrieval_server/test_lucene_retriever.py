@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from retrieval_helpers import PASSAGES, write_corpus
 from test_lucene_client import FAKE, make_index, process_id, wait_until_gone
 
+from retrieval_server.app import create_app
 from retrieval_server.backends import lucene
 from retrieval_server.backends.lucene import LuceneRetriever, jvm_options, stored_document
 from retrieval_server.backends.lucene_client import LuceneClient, LuceneProcessError
 from retrieval_server.backends.lucene_java import JavaSetup
 from retrieval_server.corpus import file_sha256
 from retrieval_server.errors import CorpusError, IndexFolderError
+from retrieval_server.settings import Settings
 from retrieval_server.specs import LuceneSpec
 from retrieval_server.types import LoadProgress
 
@@ -203,3 +209,23 @@ def test_the_heap_is_capped_and_new_javas_get_their_flags(tmp_path: Path) -> Non
     assert options[17] == options[None]
     assert options[22] == [*options[17], new[0]]
     assert options[25] == [*options[17], *new]
+
+
+async def test_a_server_whose_lucene_process_is_killed_under_load_answers_everybody(load: Open) -> None:
+    retriever = load(STORED)
+    app = create_app(retriever, Settings(cache_units=0))
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server", timeout=60) as client,
+    ):
+
+        async def ask(number: int) -> tuple[int, Any]:
+            if number == 20:
+                os.kill(process_id(retriever._client), signal.SIGKILL)
+            answer = await client.post("/retrieve", json={"queries": [f"fishing {number}"], "topk": 2})
+            return answer.status_code, answer.json()
+
+        answers = await asyncio.gather(*map(ask, range(60)))
+    assert [status for status, _ in answers] == [200] * 60
+    assert {tuple(document["id"] for document in body["result"][0]) for _, body in answers} == {("lake:0", "town:2")}
+    assert retriever.info()["lucene"]["restarts"] == 1
