@@ -8,6 +8,7 @@ import logging
 import random
 import re
 import time
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from retrieval_server.backends.web import pages as pages_module
 from retrieval_server.backends.web import retriever as retriever_module
 from retrieval_server.backends.web.passages import best_window, extract_text
 from retrieval_server.backends.web.retriever import WebRetriever
-from retrieval_server.backends.web.transport import AddressRefusedError, Transport, is_public
+from retrieval_server.backends.web.transport import AddressRefusedError, TransferError, Transport, is_public
 from retrieval_server.errors import SettingsError
 from retrieval_server.types import Hit, LoadProgress
 
@@ -150,6 +151,7 @@ def test_the_snippet_stands_in(api: FakeApi, tmp_path: Path, monkeypatch: pytest
     assert good.startswith("Lake Orvel is the deepest")
     assert time.monotonic() - started < 4
     n_asked = len(fetched(api))
+    assert n_asked == 2  # no page twice, not even when it redirects to itself
     retriever.search(["orvel again"], 2)  # what could not be read is not asked for again at once
     assert len(fetched(api)) == n_asked
     retriever.close()
@@ -272,6 +274,20 @@ def test_only_the_allowed_address_of_a_mixed_name_is_used(api: FakeApi) -> None:
     transport.close()
 
 
+def test_a_bomb_is_not_unpacked_beyond_the_limit(api: FakeApi) -> None:
+    serve_pages(api, {"/a": status(200, gzip.compress(b"a" * 100_000_000), Content_Encoding="gzip")})
+    transport = Transport(lambda address: True)
+    tracemalloc.start()
+    try:
+        with pytest.raises(TransferError, match="larger than 1000000 bytes"):
+            transport.exchange("GET", f"{api.url}/a", {}, None, 5, 1_000_000)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        transport.close()
+    assert peak < 10_000_000
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Windows
 
@@ -318,15 +334,15 @@ def test_no_stretch_of_the_text_is_better() -> None:
     draw = random.Random(3)
     vocabulary = [f"w{i}" for i in range(12)]
     for _ in range(150):
-        text = " ".join(draw.choices(vocabulary, k=40))
+        text = "".join(word + draw.choice([" ", " ", " ", ". ", "\n"]) for word in draw.choices(vocabulary, k=40))
         snippet, query = " ".join(draw.sample(vocabulary, 4)), " ".join(draw.sample(vocabulary, 2))
         window = best_window(text, snippet, query, 60)
         assert len(window) <= 60
         assert window in text
         found = brute_force(text, snippet, query, 60)
         # The same measure of what was returned, with the frequencies of the whole text.
-        words, wanted = text.split(), [set(snippet.split()), set(query.split())]
-        kept = set(window.split()) & set(words)
+        words, wanted = re.findall(r"\w+", text), [set(snippet.split()), set(query.split())]
+        kept = set(re.findall(r"\w+", window)) & set(words)
         held = sum(sum(word in source for source in wanted) / words.count(word) ** 0.5 for word in kept)
         assert held >= found - 1e-9, (text, snippet, query, window)
 

@@ -122,23 +122,17 @@ class Transport:
         ``accept`` sees status and headers before the body is read, and returns why it should not be read, or "".
         Raises TransferError.
         """
-        failure: TransferError
         deadline = _DEADLINE.set(time.monotonic() + timeout_s)
         try:
             return self._exchange(method, url, headers, body, timeout_s, max_bytes, accept)
-        except TransferError as error:
-            failure = error
         except (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError) as error:
-            failure = TransferError(_describe(error, timeout_s), sent=not isinstance(error, _UNSENT))
+            raise TransferError(_describe(error, timeout_s), sent=not isinstance(error, _UNSENT)) from None
         except httpcore.ProxyError as error:
-            failure = TransferError(f"the proxy answers {str(error)[:80]}", sent=False)
+            raise TransferError(f"the proxy answers {str(error)[:80]}", sent=False) from None
         except httpcore.UnsupportedProtocol:
-            failure = TransferError("not an http address", sent=False, again=False)
+            raise TransferError("not an http address", sent=False, again=False) from None
         finally:
             _DEADLINE.reset(deadline)
-        # Here and not in the handler: the frames below hold the request with its key, and must not hang on the error.
-        failure.__context__ = None
-        raise failure.with_traceback(None)
 
     def _exchange(
         self,
