@@ -1,40 +1,37 @@
 """``python -m retrieval_server.build_index``: build an index from a corpus, with the published flags.
 
 Example: ``python -m retrieval_server.build_index --retrieval_method bm25 --corpus_path corpus.jsonl --save_dir index``
-writes ``index/bm25``. The last line printed is the path of the index.
+writes ``index/bm25``; ``--retrieval_method e5 --model_path intfloat/e5-base-v2`` a dense one, ``index/e5``. The last
+line printed is the path of the index.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import sys
-from collections.abc import Sequence
+import typing
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from retrieval_server.backends import BUILDERS, pick
 from retrieval_server.building import BuildPlan
-from retrieval_server.errors import RetrievalServerError
+from retrieval_server.encode_options import FAMILY_NAMES, EncodeOptions
+from retrieval_server.errors import RetrievalServerError, SettingsError
+from retrieval_server.manifest import Manifest
 
 logger = logging.getLogger("retrieval_server.build_index")
 
-# Published flags that describe an encoder; name -> default. bm25 has none, and says so when one is set.
-_ENCODER_FLAGS = {
-    "model_path": None,
-    "max_length": 180,
-    "batch_size": 512,
-    "use_fp16": False,
-    "pooling_method": None,
-    "faiss_type": None,
-    "save_embedding": False,
-    "embedding_path": None,
-    "faiss_gpu": False,
-}
+_METHOD = "method"
+_METHOD_HELP = f"bm25 (default), or an encoder: {', '.join(FAMILY_NAMES)} or any name"
+_ENCODER_FIELDS = {field.name: field for field in dataclasses.fields(EncodeOptions) if field.name != _METHOD}
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="retrieval_server.build_index", allow_abbrev=False, description=__doc__)
-    parser.add_argument("--retrieval_method", default="bm25", help=f"one of: {', '.join(BUILDERS)} (default: bm25)")
+    parser.add_argument("--retrieval_method", default="bm25", help=_METHOD_HELP)
     parser.add_argument("--corpus_path", type=Path, required=True, help="JSON lines with id and contents (or text)")
     parser.add_argument("--save_dir", type=Path, default=Path("indexes"), help="the index becomes <save_dir>/<method>")
     parser.add_argument("--k1", type=float, default=0.9, help="bm25 term saturation (default: 0.9)")
@@ -42,24 +39,49 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--stopwords", default="english", help="english or none")
     parser.add_argument("--stemmer", default="lucene", help="lucene (words and stems), a Snowball language, none")
     parser.add_argument("--force", action="store_true", help="build even when this very index exists")
-    encoder = parser.add_argument_group("encoder flags of the published builder (no meaning for bm25)")
-    for name, default in _ENCODER_FLAGS.items():
-        if isinstance(default, bool):
-            encoder.add_argument(f"--{name}", action="store_true")
-        else:
-            encoder.add_argument(f"--{name}", type=int if isinstance(default, int) else str, default=default)
+    encoder = parser.add_argument_group("dense indexes: the encoder and what its vectors become (no meaning for bm25)")
+    for name, kind in typing.get_type_hints(EncodeOptions).items():
+        if name != _METHOD:
+            _add_flag(encoder, name, kind)
     return parser
+
+
+def _add_flag(group: argparse._ArgumentGroup, name: str, kind: Any) -> None:
+    """Add the flag of one field of EncodeOptions, absent from the result when it is not given."""
+    default = _ENCODER_FIELDS[name].default
+    shown = f"default: {default}" if default not in (None, dataclasses.MISSING, False) else None
+    kinds = [part for part in (typing.get_args(kind) or (kind,)) if part is not type(None)]
+    if kind is bool:
+        group.add_argument(f"--{name}", action="store_true", default=argparse.SUPPRESS)
+    elif all(isinstance(part, str) for part in kinds) or typing.get_origin(kinds[0]) is typing.Literal:
+        choices = kinds if isinstance(kinds[0], str) else typing.get_args(kinds[0])
+        group.add_argument(f"--{name}", choices=choices, default=argparse.SUPPRESS, help=shown)
+    else:
+        group.add_argument(f"--{name}", type=kinds[0], default=argparse.SUPPRESS, help=shown)
+
+
+def _pick_builder(options: argparse.Namespace) -> tuple[Callable[[BuildPlan], Manifest], EncodeOptions | None]:
+    """Return the builder for --retrieval_method: any name that is no other kind of index is an encoder's."""
+    method = options.retrieval_method
+    given = {name: getattr(options, name) for name in _ENCODER_FIELDS if hasattr(options, name)}
+    if method in BUILDERS and method != "dense":
+        if given:
+            flags = ", ".join(f"--{name}" for name in given)
+            logger.warning("%s has no encoder: no effect of %s", method, flags)
+        return BUILDERS[method], None
+    if "model_path" not in given:
+        if method not in FAMILY_NAMES:
+            pick(BUILDERS, method, "--retrieval_method")
+        raise SettingsError(f"--retrieval_method {method} encodes the passages: name the encoder with --model_path")
+    return BUILDERS["dense"], EncodeOptions(method=method, **given)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Build what the command line asks for; return the exit status (2 for what the user can mend)."""
     options = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    ignored = [f"--{name}" for name, default in _ENCODER_FLAGS.items() if getattr(options, name) != default]
     try:
-        builder = pick(BUILDERS, options.retrieval_method, "--retrieval_method")
-        if ignored:
-            logger.warning("%s has no encoder: no effect of %s", options.retrieval_method, ", ".join(ignored))
+        builder, encode = _pick_builder(options)
         plan = BuildPlan(
             corpus_path=options.corpus_path,
             save_dir=options.save_dir,
@@ -68,12 +90,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stopwords=options.stopwords,
             stemmer=options.stemmer,
             force=options.force,
+            encode=encode,
         )
         manifest = builder(plan)
     except RetrievalServerError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    sys.stdout.write(f"{options.save_dir / manifest.kind}\n")
+    sys.stdout.write(f"{plan.folder(manifest.kind)}\n")
     return 0
 
 

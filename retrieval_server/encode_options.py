@@ -9,6 +9,8 @@ from typing import Literal
 from retrieval_server.errors import SettingsError
 
 Pooling = Literal["mean", "cls", "pooler"]
+FAMILY_NAMES = ("e5", "bge", "gte", "contriever", "jina", "dpr", "plain")
+"""Kinds of encoder whose prefixes and pooling are known; ``backends.encodings`` has them."""
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 
 

@@ -48,6 +48,12 @@ def _build_bm25(plan: BuildPlan) -> Manifest:
     return build(plan)
 
 
+def _build_dense(plan: BuildPlan) -> Manifest:
+    from retrieval_server.backends.dense_build import build
+
+    return build(plan)
+
+
 def _load_hybrid(spec: Any, progress: LoadProgress) -> Retriever:
     from retrieval_server.backends.hybrid import HybridRetriever
 
@@ -76,7 +82,7 @@ LOADERS: Mapping[str, Callable[[Any, LoadProgress], Retriever]] = {
     "proxy": _load_proxy,
 }
 """Backend name -> function of its own kind of spec."""
-BUILDERS: Mapping[str, Callable[[BuildPlan], Manifest]] = {"bm25": _build_bm25}
+BUILDERS: Mapping[str, Callable[[BuildPlan], Manifest]] = {"bm25": _build_bm25, "dense": _build_dense}
 
 
 def load(spec: Spec, progress: LoadProgress) -> Retriever:

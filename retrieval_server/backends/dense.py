@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from retrieval_server.backends.dense_parts import Searcher, load_bare_encoder, load_own_encoder, make_searcher
 from retrieval_server.backends.encoder import Encoder
-from retrieval_server.backends.faiss_files import LoadedIndex, index_pieces, read_index
+from retrieval_server.backends.faiss_files import LoadedIndex, index_pieces, quiet_faiss, read_index
 from retrieval_server.backends.torch_models import set_threads
 from retrieval_server.corpus import CorpusReader, PassageStore
 from retrieval_server.errors import CorpusError, IndexFolderError, SettingsError
@@ -78,6 +78,7 @@ class DenseRetriever:
 
         Raises IndexFolderError, CorpusError or SettingsError, with both values where two differ.
         """
+        quiet_faiss()
         set_threads(spec.threads)
         if _is_bare(spec.index_path):
             return cls._load_bare(spec, progress)

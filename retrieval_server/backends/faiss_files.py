@@ -6,6 +6,7 @@ progress and with both sizes in the message when it is cut short. Every other ty
 
 from __future__ import annotations
 
+import logging
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,8 +21,15 @@ from retrieval_server.errors import IndexFolderError, SettingsError
 _FLAT = {b"IxFI": "inner product", b"IxF2": "L2", b"IxFl": None}
 # fourcc, dimension, vectors, two unused, trained, metric, and the number of 4-byte units that follow
 _HEADER = struct.Struct("<4siqqqBiQ")
+# what every type begins with: fourcc, dimension, vectors
+_START = struct.Struct("<4siq")
 _INNER_PRODUCT = 0
 _BLOCK = 1 << 26
+
+
+def quiet_faiss() -> None:
+    """Keep FAISS from logging which of its builds it tried to load; before its first import."""
+    logging.getLogger("faiss.loader").setLevel(logging.WARNING)
 
 
 def index_pieces(path: Path) -> list[Path]:
@@ -185,6 +193,16 @@ def make_index(dim: int, factory: str) -> Any:
             f"--faiss_type {factory!r} is not an index that FAISS builds for {dim} dimensions ({reason}); "
             "for example Flat, SQfp16, SQ8, HNSW32, IVF, IVF4096,SQ8"
         ) from None
+
+
+def index_size(path: Path) -> tuple[int, int]:
+    """Return (vectors, dimension) as the header of a FAISS file says, whatever its type."""
+    with path.open("rb") as file:
+        start = file.read(_START.size)
+    if len(start) < _START.size:
+        raise IndexFolderError(f"{path} has {len(start)} bytes, too few for a FAISS index; build it again")
+    _, dim, size = _START.unpack(start)
+    return size, dim
 
 
 def streams(index: Any) -> bool:
