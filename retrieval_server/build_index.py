@@ -70,8 +70,7 @@ def _pick_builder(options: argparse.Namespace) -> tuple[Callable[[BuildPlan], Ma
             logger.warning("%s has no encoder: no effect of %s", method, flags)
         return BUILDERS[method], None
     if "model_path" not in given:
-        if method not in FAMILY_NAMES:
-            pick(BUILDERS, method, "--retrieval_method")
+        pick({**BUILDERS, **dict.fromkeys(FAMILY_NAMES)}, method, "--retrieval_method")
         raise SettingsError(f"--retrieval_method {method} encodes the passages: name the encoder with --model_path")
     return BUILDERS["dense"], EncodeOptions(method=method, **given)
 
