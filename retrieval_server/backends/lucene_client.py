@@ -99,7 +99,8 @@ class LuceneClient:
             ) from None
         if "error" in description:
             self._drop()
-            raise LuceneProcessError(f"lucene cannot open {self._config['index']}: {description['error']}")
+            reason = description["error"]
+            raise LuceneProcessError(f"lucene cannot open {self._config['index']}: {reason}{_hint(reason)}")
         self.rss_mb = description["rss_mb"]
         return description
 
@@ -130,6 +131,15 @@ class LuceneClient:
         if self._child is not None:
             self._child.end()
             self._child = None
+
+
+def _hint(reason: str) -> str:
+    """Return the remedy where an index and the Lucene in the jar are of versions that do not go together."""
+    if "Could not load codec" in reason or "IndexFormatTooNew" in reason:
+        return "; a newer Lucene wrote it than is in the jar: give a newer Anserini jar"
+    if "IndexFormatTooOld" in reason:
+        return "; the Lucene in the jar is too new for it: give an older Anserini jar, or build the index again"
+    return ""
 
 
 class _Child:

@@ -59,6 +59,10 @@ class FakeSearcher:
 
     def _trouble(self, words: str) -> None:
         sys.stdout.write("log line\n")
+        if "codec" in words:
+            raise ValueError("IllegalArgumentException: Could not load codec 'Lucene99'?")
+        if "TooOld" in words:
+            raise ValueError("IndexFormatTooOldException: Format version is not supported")
         if "fail" in words:
             raise ValueError("scripted\nfailure")
         if "noise" in words:

@@ -151,6 +151,8 @@ def test_close_ends_the_process_and_says_so_afterwards(client: LuceneClient) -> 
     [
         ("fail", r"^lucene cannot open \S+/fail: ValueError: scripted failure$"),
         ("die always", r"^the lucene process was killed by SIGKILL while starting$"),
+        ("Could not load codec fail", r"IllegalArgumentException.*codec 'Lucene99'\?; a newer Lucene wrote it than"),
+        ("IndexFormatTooOld fail", r"IndexFormatTooOldException: .*; the Lucene in the jar is too new for it"),
         ("hang", r"^the lucene process did not open the index within 1 s$"),
     ],
 )
