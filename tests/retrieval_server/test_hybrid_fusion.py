@@ -157,6 +157,15 @@ def test_loads_from_a_spec_and_finds_what_its_parts_find(built: tuple[Path, Path
     hybrid.close()
 
 
+def test_the_weight_of_a_spec_is_the_share_of_the_first_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = iter([ScriptedRetriever({"q": ["a", "b", "c"]}), ScriptedRetriever({"q": ["c", "b", "a"]})])
+    monkeypatch.setattr("retrieval_server.backends.composite.load", lambda spec, progress: next(parts))
+    part = Bm25Spec(index_path=Path("i"), corpus_path=Path("c"))
+    hybrid = load(HybridSpec(first=part, second=part, method="weighted", weight=0.75), LoadProgress())
+    assert shown(hybrid.search(["q"], 3)[0]) == [("a", 0.75), ("b", 0.5), ("c", 0.25)]
+    assert hybrid.info()["fusion"] == {"method": "weighted", "rrf_k": 60, "weight": 0.75, "depth": 100}
+
+
 def test_parts_with_different_corpora_are_refused_with_both(built: tuple[Path, Path], tmp_path: Path) -> None:
     other = write_corpus(tmp_path / "other.jsonl", PASSAGES[:3])
     build(make_plan(other, tmp_path / "index"))

@@ -174,13 +174,27 @@ async def test_what_waits_is_scored_together_and_a_failure_stays_with_its_batch(
     assert "reranking for 1 queries failed" in caplog.text
 
 
-async def test_stopping_finishes_what_was_accepted() -> None:
+async def test_stopping_scores_what_was_accepted_before_it_closes_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     retriever = backend()
+    events: list[str] = []
+    scored = CountingScorer.logits
+
+    def slowly(self: CountingScorer, pairs: Any) -> list[float]:
+        threading.Event().wait(0.02)
+        events.append("scored")
+        return scored(self, pairs)
+
+    monkeypatch.setattr(CountingScorer, "logits", slowly)
+    monkeypatch.setattr(retriever.first, "close", lambda: events.append("closed"))
     async with client_of(retriever) as client:
-        task = asyncio.create_task(post(client, "/rerank", queries=["lake"] * 40, documents=[[LAKE] * 100] * 40))
+        work = [
+            post(client, "/rerank", queries=["lake"] * 20, documents=[[LAKE] * 100] * 20),
+            post(client, "/retrieve", queries=["n3"], topk_retrieval=2),
+        ]
+        tasks = [asyncio.create_task(request) for request in work]
         await asyncio.sleep(0.01)
-    assert [len(texts) for texts in await task] == [3] * 40
-    assert retriever.first.closed  # type: ignore[union-attr]
+    assert events == ["scored"] * 5 + ["closed"]
+    assert [[len(hits) for hits in await task] for task in tasks] == [[3] * 20, [2]]
 
 
 async def test_a_backend_without_a_cross_encoder_says_so() -> None:
