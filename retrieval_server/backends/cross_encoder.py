@@ -2,7 +2,7 @@
 
 Loads what Hugging Face and sentence-transformers save for sequence classification, with one logit or two.
 
-Legend: P pairs of one call, T tokens of the longest pair of a batch.
+Legend: P pairs of one call, T tokens of a pair with padding.
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from retrieval_server.backends.torch_models import mixed_precision, pick_device, pick_dtype, set_threads
+from retrieval_server.backends.model_folder import local_folder, transformer_folder
+from retrieval_server.backends.torch_models import (
+    length_groups,
+    mixed_precision,
+    pick_device,
+    pick_dtype,
+    set_threads,
+)
 from retrieval_server.errors import SettingsError
 from retrieval_server.specs import RerankSpec
 
@@ -29,28 +36,35 @@ Pair = tuple[str, str]
 
 
 class CrossEncoder:
-    """Scores pairs in batches of similar length. One call at a time."""
+    """Scores pairs in batches of the same padded length. One call at a time."""
 
     def __init__(self, model: nn.Module, pairs: PairEncoder, batch_size: int, dtype: torch.dtype) -> None:
         """``model`` is in evaluation mode and where it computes; its logits are [pairs, 1 or 2]."""
         self._model, self._pairs, self._batch_size, self._dtype = model, pairs, batch_size, dtype
         self._device = next(model.parameters()).device
+        # The ten passages of one query are of ten lengths: an accelerator would get ten passes of one row each.
+        self._step = 8 if self._device.type == "cpu" else 64
 
     def logits(self, pairs: Sequence[Pair]) -> list[float]:
-        """Return one log-odds of "relevant" per pair [P]; raises RuntimeError when the model gives no number."""
+        """Return one log-odds of "relevant" per pair [P]; raises RuntimeError when the model gives no number.
+
+        A pair's value depends on the others in the last bits of float32 only: the layers after the first token's
+        pooling work on the whole batch.
+        """
         encoded = self._pairs.encode(pairs)
-        longest_first = sorted(range(len(encoded)), key=lambda row: -len(encoded[row].ids))
+        groups = length_groups(
+            [len(pair.ids) for pair in encoded], self._device, self._batch_size, self._pairs.max_length, self._step
+        )
         found = [0.0] * len(encoded)
-        for start in range(0, len(encoded), self._batch_size):
-            rows = longest_first[start : start + self._batch_size]
-            for row, logit in zip(rows, self._forward([encoded[row] for row in rows]), strict=True):
+        for rows, length in groups:
+            for row, logit in zip(rows, self._forward([encoded[row] for row in rows], length), strict=True):
                 found[row] = logit
         if not all(map(math.isfinite, found)):
             raise RuntimeError("the cross-encoder gave a score that is not a number; try dtype float32")
         return found
 
-    def _forward(self, batch: Sequence[EncodedPair]) -> list[float]:
-        inputs = {name: tensor.to(self._device) for name, tensor in self._pairs.collate(batch).items()}
+    def _forward(self, batch: Sequence[EncodedPair], length: int) -> list[float]:
+        inputs = {name: tensor.to(self._device) for name, tensor in self._pairs.collate(batch, length).items()}
         with torch.inference_mode(), mixed_precision(self._device, self._dtype):
             logits = self._model(**inputs).logits.float()
         # Two logits are (not relevant, relevant); their difference is the log-odds that a single logit is.
@@ -80,6 +94,7 @@ class PairEncoder:
         self._backend.no_padding()
         self._pad_id: int = tokenizer.pad_token_id
         self._with_segments = "token_type_ids" in tokenizer.model_input_names
+        self.max_length = max_length
         self._room = max_length - self._backend.num_special_tokens_to_add(True)
         if self._room < 2:
             raise SettingsError(f"max_length is {max_length}, which leaves no room for a query and a passage")
@@ -116,10 +131,9 @@ class PairEncoder:
             [*before.segments, *[first] * len(query), *between.segments, *[second] * len(passage), *after.segments],
         )
 
-    def collate(self, batch: Sequence[EncodedPair]) -> dict[str, torch.Tensor]:
-        """Return the model's inputs [pairs, T], padded on the right."""
-        width = max(len(pair.ids) for pair in batch)
-        rows = [(pair, width - len(pair.ids)) for pair in batch]
+    def collate(self, batch: Sequence[EncodedPair], length: int) -> dict[str, torch.Tensor]:
+        """Return the model's inputs [pairs, T], padded on the right to ``length``."""
+        rows = [(pair, length - len(pair.ids)) for pair in batch]
         inputs = {
             "input_ids": torch.tensor([pair.ids + [self._pad_id] * gap for pair, gap in rows]),
             "attention_mask": torch.tensor([[1] * len(pair.ids) + [0] * gap for pair, gap in rows]),
@@ -142,7 +156,9 @@ def load_cross_encoder(spec: RerankSpec) -> tuple[CrossEncoder, Activation]:
     device = pick_device(spec.device)
     dtype = pick_dtype(spec.dtype, device)
     set_threads(spec.threads)
-    path, saved = _resolve(spec.model_path)
+    folder = local_folder(spec.model_path)
+    saved = _saved_beside(folder)
+    path = transformer_folder(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         model, report = AutoModelForSequenceClassification.from_pretrained(
@@ -159,17 +175,16 @@ def load_cross_encoder(spec: RerankSpec) -> tuple[CrossEncoder, Activation]:
     return encoder, _activation(spec.model_path, model.config, saved)
 
 
-def _resolve(model_path: str) -> tuple[str, dict[str, Any]]:
-    """Return (where the transformer lies, what sentence-transformers saved beside it)."""
-    folder = Path(model_path)
-    saved = _read_json(folder / "config_sentence_transformers.json")
+def _saved_beside(folder: Path) -> dict[str, Any]:
+    """Return what sentence-transformers saved beside the transformer; raises SettingsError for what it cannot mean."""
+    saved: dict[str, Any] = _read_json(folder / "config_sentence_transformers.json")
     modules = _read_json(folder / "modules.json")
     if len(modules) > 1:
         kinds = ", ".join(str(module["type"]).rsplit(".", 1)[-1] for module in modules)
-        raise SettingsError(f"{model_path} is made of {kinds}; only a single transformer with a head is served")
+        raise SettingsError(f"{folder} is made of {kinds}; only a single transformer with a head is served")
     if saved.get("default_prompt_name"):
-        raise SettingsError(f"{model_path} expects the prompt {saved['default_prompt_name']!r}, which is not served")
-    return (str(folder / modules[0]["path"]) if modules else model_path), saved
+        raise SettingsError(f"{folder} expects the prompt {saved['default_prompt_name']!r}, which is not served")
+    return saved
 
 
 def _read_json(path: Path) -> Any:
@@ -244,10 +259,15 @@ class _Float32Linear(nn.Module):
 
 
 def _keep_head_in_float32(model: nn.Module) -> None:
-    """Compute the last layer in float32: bfloat16 knows multiples of 1/32 from 8 on, and documents would tie."""
-    n_labels: int = model.config.num_labels  # type: ignore[assignment, union-attr]
-    heads = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m.out_features == n_labels]
-    if heads:
-        parent, _, child = heads[-1].rpartition(".")
-        owner = model.get_submodule(parent)
-        setattr(owner, child, _Float32Linear(getattr(owner, child)))
+    """Compute what follows the layers (pooler, classifier) in float32.
+
+    bfloat16 knows multiples of 1/32 from 8 on: documents would tie, and the last bits, which depend on the batch, would
+    become its second decimal.
+    """
+    layers = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    for name in linear:
+        if not name.startswith(layers):
+            parent, _, child = name.rpartition(".")
+            owner = model.get_submodule(parent)
+            setattr(owner, child, _Float32Linear(getattr(owner, child)))

@@ -12,7 +12,7 @@ Legend: B texts of one forward pass, L tokens with padding, H hidden size.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,11 @@ import torch
 
 from retrieval_server.backends.encodings import Encoding
 from retrieval_server.backends.model_folder import transformer_folder
-from retrieval_server.backends.torch_models import mixed_precision, tokens_per_pass
+from retrieval_server.backends.torch_models import length_groups, mixed_precision
 from retrieval_server.errors import SettingsError
 
 Vectors = npt.NDArray[np.float32]
 
-_PAD_MULTIPLE = 8
 # Text beyond this many characters per token wanted is not even tokenized: it could only be cut off again.
 _CHARACTERS_PER_TOKEN = 64
 _UNLIMITED = 1 << 20
@@ -54,7 +53,6 @@ class Encoder:
         self.device = device
         self.dtype = dtype
         """Of the matrix products; weights and everything after the transformer are float32."""
-        self._tokens = tokens_per_pass(device)
         self.batch_size = batch_size
         self.max_length = _token_limit(model, tokenizer)
         """Tokens that the model can take."""
@@ -103,7 +101,8 @@ class Encoder:
 
     def _encode(self, token_ids: Sequence[Sequence[int]]) -> Vectors:
         vectors = None
-        for rows, length in self._batches([len(ids) for ids in token_ids]):
+        lengths = [len(ids) for ids in token_ids]
+        for rows, length in length_groups(lengths, self.device, self.batch_size, self.max_length):
             encoded = self._forward([token_ids[row] for row in rows], length)
             if vectors is None:
                 vectors = np.empty((len(token_ids), encoded.shape[1]), np.float32)
@@ -113,18 +112,6 @@ class Encoder:
         if not np.isfinite(vectors).all():
             raise FloatingPointError(f"the encoder's output is not finite in {self.dtype}; load it with dtype float32")
         return vectors
-
-    def _batches(self, lengths: Sequence[int]) -> Iterator[tuple[list[int], int]]:
-        """Yield (rows, padded length), longest first, so that what does not fit in memory fails at once."""
-        groups: dict[int, list[int]] = {}
-        for row, length in enumerate(lengths):
-            padded = -(-length // _PAD_MULTIPLE) * _PAD_MULTIPLE
-            groups.setdefault(max(length, min(padded, self.max_length)), []).append(row)
-        for length in sorted(groups, reverse=True):
-            rows = groups[length]
-            size = max(1, min(self.batch_size, self._tokens // length))
-            for start in range(0, len(rows), size):
-                yield rows[start : start + size], length
 
     def _forward(self, token_ids: Sequence[Sequence[int]], length: int) -> Vectors:
         """Return [B, dim] of texts padded to ``length``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,25 @@ def tokens_per_pass(device: torch.device) -> int:
     A CPU gains nothing beyond what its caches hold; an accelerator wants to be filled.
     """
     return 4096 if device.type == "cpu" else 131_072
+
+
+def length_groups(
+    lengths: Sequence[int], device: torch.device, max_rows: int, max_length: int, step: int = 8
+) -> Iterator[tuple[list[int], int]]:
+    """Yield (rows, padded length) of forward passes, longest first: what does not fit in memory fails at once.
+
+    The padded length of a text follows from its own (the next multiple of ``step`` tokens) and not from its company, or
+    its result would change in the last bits with it.
+    """
+    groups: dict[int, list[int]] = {}
+    for row, length in enumerate(lengths):
+        padded = -(-length // step) * step
+        groups.setdefault(max(length, min(padded, max_length)), []).append(row)
+    for length in sorted(groups, reverse=True):
+        rows = groups[length]
+        size = max(1, min(max_rows, tokens_per_pass(device) // length))
+        for start in range(0, len(rows), size):
+            yield rows[start : start + size], length
 
 
 def set_threads(threads: int) -> None:

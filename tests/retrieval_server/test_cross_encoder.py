@@ -48,6 +48,14 @@ def test_logits_are_those_of_plain_transformers_whatever_the_batch(tmp_path: Pat
     assert load(folder, batch_size=batch_size).logits(PAIRS) == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-6), ("bfloat16", 5e-3)])
+def test_a_pair_has_the_same_logit_alone_and_in_any_company(tmp_path: Path, dtype: str, tolerance: float) -> None:
+    model = load(save(tmp_path, random_model()), dtype=dtype, device="cpu")
+    pairs = [(query, passage) for query, _ in PAIRS for _, passage in PAIRS] * 2
+    alone = [model.logits([pair])[0] for pair in pairs]
+    assert model.logits(pairs) == pytest.approx(alone, abs=tolerance)
+
+
 def test_two_logits_become_their_difference(tmp_path: Path) -> None:
     folder = save(tmp_path, random_model(n_labels=2))
     expected = [yes - no for no, yes in (reference(folder, *pair) for pair in PAIRS)]

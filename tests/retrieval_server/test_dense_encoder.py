@@ -92,7 +92,7 @@ def test_a_vector_does_not_depend_on_its_company(folder: Path, dtype: str) -> No
 
 
 def test_a_forward_pass_holds_no_more_than_the_budget(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("retrieval_server.backends.encoder.tokens_per_pass", lambda device: 100)
+    monkeypatch.setattr("retrieval_server.backends.torch_models.tokens_per_pass", lambda device: 100)
     encoder = load(folder, batch_size=8)
     shapes: list[tuple[int, int]] = []
     forward = Encoder._forward

@@ -12,8 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import hypothesis
 import pytest
+import requests
+import schemathesis
+from hypothesis import strategies
+from live_server import live
 from retrieval_helpers import ScriptedRetriever
+from schemathesis import GenerationMode
+from schemathesis.specs.openapi.checks import negative_data_rejection, positive_data_acceptance
 from tiny_cross_encoder import CountingScorer
 
 from retrieval_server.app import create_app
@@ -266,6 +273,41 @@ async def test_any_other_backend_ignores_the_two_topks() -> None:
     async with client_of(ScriptedRetriever(ANSWERS)) as client:
         result = await post(client, "/retrieve", queries=["n3"], topk_retrieval=1, topk_rerank=1, return_scores=True)
         assert found(result) == [["n1", "n2", "n3"]]
+
+
+def generated(operation: Any, url: str, n: int) -> set[int]:
+    """Send n generated requests, check every answer against the description, and return the statuses seen."""
+    cases = [operation.as_strategy(generation_mode=mode) for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)]
+    seen = set()
+    with requests.Session() as session:
+
+        @hypothesis.settings(
+            max_examples=n,
+            deadline=None,
+            database=None,
+            derandomize=True,
+            suppress_health_check=list(hypothesis.HealthCheck),
+            phases=[hypothesis.Phase.generate],
+        )
+        @hypothesis.given(case=strategies.one_of(*cases))
+        def send(case: Any) -> None:
+            # A number as text is understood, as by the published server; and no schema says that there must be as many
+            # lists of documents as queries.
+            excluded = [negative_data_rejection, positive_data_acceptance]
+            seen.add(case.call_and_validate(url, session=session, excluded_checks=excluded).status_code)
+
+        send()
+    return seen
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/retrieve"])
+@pytest.mark.parametrize("n", [80, pytest.param(2500, marks=pytest.mark.slow)])
+def test_generated_requests_are_answered_as_described(path: str, n: int) -> None:
+    settings: dict[str, Any] = {"max_queries": 4, "max_documents": 30}
+    described = schemathesis.openapi.from_dict(create_app(backend(), Settings(**settings)).openapi())
+    with live(backend(), **settings) as server:
+        seen = generated(described[path]["POST"], server.url, n)
+    assert {200, 422} <= seen <= {200, 413, 422}
 
 
 def test_the_published_flags_and_their_defaults() -> None:
