@@ -79,10 +79,10 @@ def corpus_of(options: argparse.Namespace) -> Path:
     return path
 
 
-def build(method: str, corpus: Path, folder: Path, flags: Sequence[str] = ()) -> Path:
+def build_bm25(corpus: Path, folder: Path) -> Path:
     """Build an index of ours, unless it is there; return its folder."""
-    save_dir = folder / f"index-{corpus.stem}-{method}"
-    arguments = ["--retrieval_method", method, "--corpus_path", str(corpus), "--save_dir", str(save_dir), *flags]
+    save_dir = folder / f"index-{corpus.stem}"
+    arguments = ["--retrieval_method", "bm25", "--corpus_path", str(corpus), "--save_dir", str(save_dir)]
     subprocess.run([sys.executable, "-m", "retrieval_server.build_index", *arguments], check=True, cwd=ROOT)
     return save_dir
 
@@ -106,7 +106,7 @@ def start_reference(options: argparse.Namespace, arguments: Sequence[str]) -> Me
 def bm25_servers(options: argparse.Namespace, corpus: Path) -> list[MeasuredServer]:
     """Start ours over bm25s, and Lucene called once per query where it is installed."""
     folder = Path(options.output)
-    index = Path(options.index) if options.index is not None else build("bm25", corpus, folder)
+    index = Path(options.index) if options.index is not None else build_bm25(corpus, folder)
     check_ranking(index, corpus, options.topk)
     servers = [start_ours(options, corpus, index, ())]
     lucene = lucene_index(corpus, folder)
@@ -145,22 +145,21 @@ def dense_servers(options: argparse.Namespace, corpus: Path) -> list[MeasuredSer
     model = Path(options.model) if options.model is not None else folder / "encoder"
     if options.model is None and not (model / "config.json").exists():
         synthetic.write_encoder(model)
+    flags: list[str] = []
     if options.index is not None:
         index = Path(options.index)
-    else:
-        vectors = folder / f"vectors-{corpus.stem}.memmap"
-        with corpus.open("rb") as lines:
-            n_passages = sum(1 for line in lines if line.strip())
-        if not vectors.exists():
-            synthetic.write_embeddings(vectors, n_passages)
-        flags = ["--model_path", str(model), "--faiss_type", "Flat", "--embedding_path", str(vectors)]
-        index = build("dense", corpus, folder, flags)
+    else:  # a bare FAISS file, as the published builder leaves it
+        index = folder / f"{corpus.stem}-Flat.index"
+        flags = ["--retriever_name", "plain", "--retriever_model", str(model)]
+        if not index.exists():
+            with corpus.open("rb") as lines:
+                synthetic.write_flat_index(index, sum(1 for line in lines if line.strip()))
     arrow = folder / f"{corpus.stem}.arrow"
     if not arrow.exists():
         reference_server.write_arrow(corpus, arrow)
-    (faiss_file,) = sorted(index.rglob("*.index")) or sorted(index.rglob("*.faiss"))
+    faiss_file = index if index.is_file() else next(index.rglob("*.index"))
     arguments = ["--kind", "dense", "--index", str(faiss_file), "--corpus", str(arrow), "--model", str(model)]
-    return [start_ours(options, corpus, index, ()), start_reference(options, arguments)]
+    return [start_ours(options, corpus, index, flags), start_reference(options, arguments)]
 
 
 SERVERS = {"bm25": bm25_servers, "dense": dense_servers}
@@ -395,7 +394,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def ready(options: argparse.Namespace) -> dict[str, Any]:
     """Start our server on a large BM25 index twice, the second time from a warm disk, and ask it something."""
     corpus = corpus_of(options)
-    index = build("bm25", corpus, Path(options.output))
+    index = build_bm25(corpus, Path(options.output))
     size = sum(path.stat().st_size for path in index.rglob("*") if path.is_file()) / 1e6
     starts = []
     for _ in range(2):

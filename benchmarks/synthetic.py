@@ -119,10 +119,13 @@ def write_encoder(folder: Path) -> None:
     BertModel(config).save_pretrained(folder)
 
 
-def write_embeddings(path: Path, n_passages: int, dimension: int = 384, seed: int = 3) -> None:
-    """Write random unit vectors [N, D] as raw float32, as ``--save_embedding`` would: speed does not depend on them."""
+def write_flat_index(path: Path, n_passages: int, dimension: int = 384, seed: int = 3) -> None:
+    """Write a FAISS Flat index of random unit vectors [N, D]: the speed of exact search does not depend on them."""
+    import faiss
+
     generator = np.random.default_rng(seed)
-    with path.open("wb") as file:
-        for start in range(0, n_passages, _BLOCK):
-            block = generator.standard_normal((min(_BLOCK, n_passages - start), dimension), dtype=np.float32)
-            file.write((block / np.linalg.norm(block, axis=1, keepdims=True)).tobytes())
+    index = faiss.IndexFlatIP(dimension)
+    for start in range(0, n_passages, _BLOCK):
+        block = generator.standard_normal((min(_BLOCK, n_passages - start), dimension), dtype=np.float32)
+        index.add(block / np.linalg.norm(block, axis=1, keepdims=True))
+    faiss.write_index(index, str(path))
