@@ -166,8 +166,9 @@ def test_table_and_targets() -> None:
     rows = [{"clients": 64, "batch": 1, "repeat": 1, "servers": servers}]
     text = retrieval.table("bm25", rows, ["ours", "reference"])
     assert "| 64 x 1 | 1,000 | 10 / 25 / 25 | 0.50 | 500 (2 errors) | 20 / 30 / 30 | - | 2.0 | - |" in text
-    assert retrieval.targets("bm25", rows) == [
-        "64 x 1: 2.0 times the reference, to reach 2.5 **(missed)**",
+    assert retrieval.targets("bm25", rows) == ["64 x 1: 2.0 times the reference, to reach 2.5 **(missed)**"]
+    assert retrieval.targets("dense", rows) == [
+        "64 x 1: 2.0 times the reference, to reach 4 **(missed)**",
         "64 x 1: p99 is 2.5 times the median, at most 2 **(missed)**",
     ]
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from retrieval_server.corpus import CorpusReader, PassageStore, parse_passage, sampled_sha256, split_contents
 from retrieval_server.errors import CorpusError
+from retrieval_server.types import Document
 
 
 @pytest.mark.parametrize(
@@ -105,6 +106,16 @@ def test_any_unicode_text_comes_back(tmp_path_factory: pytest.TempPathFactory, t
     store = PassageStore(path, np.array([line.start for line in CorpusReader(path)], np.int64))
     assert [store[i].text for i in range(len(texts))] == texts
     store.close()
+
+
+@given(st.text(), st.text(), st.text(), st.text())
+def test_the_wire_form_is_that_of_the_json_library(id: str, contents: str, title: str, text: str) -> None:
+    fields = {"id": id, "contents": contents, "title": title, "text": text}
+    expected = json.dumps(fields, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    try:
+        assert Document.of(id, contents, title, text).encoded == expected
+    except UnicodeEncodeError:
+        assert any("\ud800" <= character <= "\udfff" for value in fields.values() for character in value)
 
 
 def test_the_sampled_digest_sees_both_ends_and_the_size(tmp_path: Path) -> None:
