@@ -26,6 +26,8 @@ class MeasuredServer:
     """None: on another machine, or not told; then processor time and memory are unknown."""
     ready_s: float | None = None
     """From the start of the process to the first time it is ready."""
+    ready_cpu_s: float | None = None
+    """Processor time it had used by then."""
     process: subprocess.Popen[bytes] | None = None
 
     def cpu_seconds(self) -> float | None:
@@ -71,7 +73,7 @@ def start(
                 f"{name} ended with status {process.returncode}:\n{log.read_text(errors='replace')[-2000:]}"
             )
         if _is_ready(port):
-            server.ready_s = time.monotonic() - began
+            server.ready_s, server.ready_cpu_s = time.monotonic() - began, server.cpu_seconds()
             return server
         time.sleep(0.02)
     server.stop()
