@@ -47,6 +47,7 @@ def test_a_list_depends_neither_on_the_batch_nor_on_k(factory: str) -> None:
 def test_more_than_there_are_gives_fewer(factory: str) -> None:
     for _, rows in FaissSearch(build(factory)).search(QUERIES[:3], 5000):
         assert 0 < len(rows) <= N and (rows >= 0).all()
+        assert len(set(rows.tolist())) == len(rows)  # no row stands in for those that were not found
 
 
 def test_looking_further_finds_more() -> None:
