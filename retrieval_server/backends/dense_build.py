@@ -68,7 +68,6 @@ def build(plan: BuildPlan) -> Manifest:
         raise SettingsError("a dense index needs an encoder: give --model_path, a folder or a name on the hub")
     if options.faiss_gpu and not gpu_count():
         raise SettingsError("--faiss_gpu: the installed FAISS finds no GPU; install faiss-gpu-cu12, or leave it out")
-    make_index(1024, _factory(options.faiss_type, 10**6))  # a typing mistake should show before hours of encoding
     passages = _describe(options, options.model_path)
     queries = passages if options.query_model_path is None else _describe(options, options.query_model_path)
     dtype = _dtype(options)
@@ -149,8 +148,10 @@ class _Writer:
         """Read, encode, index."""
         corpus = self._read_corpus()
         encoder = self._load_encoder()
+        factory = _factory(self._options.faiss_type, corpus.passages)
+        index = self._empty_index(factory, encoder.dim, corpus.passages)
         embeddings = self._embed(corpus, encoder)
-        factory = self._index(embeddings)
+        self._fill(index, factory, embeddings)
         self._keep(embeddings)
         statistics = {
             "dimension": encoder.dim,
@@ -210,12 +211,23 @@ class _Writer:
         finally:
             passages.close()
 
-    def _index(self, embeddings: EmbeddingFile) -> str:
-        """Write the FAISS file; return the factory string that it was made by."""
+    def _empty_index(self, factory: str, dim: int, size: int) -> Any:
+        """Return the index to be filled, before hours of encoding; raises SettingsError when it cannot be."""
         import faiss
 
-        factory = _factory(self._options.faiss_type, embeddings.size)
-        index: Any = make_index(embeddings.dim, factory)
+        index = make_index(dim, factory)
+        ivf = faiss.try_extract_index_ivf(index)
+        if ivf is not None and ivf.nlist > size:
+            raise SettingsError(
+                f"--faiss_type {factory} has {ivf.nlist} lists for {size} passages; take fewer, or IVF alone, which "
+                "chooses their number"
+            )
+        return index
+
+    def _fill(self, index: Any, factory: str, embeddings: EmbeddingFile) -> None:
+        """Write the FAISS file."""
+        import faiss
+
         progress = Progress("indexing")
         if not index.is_trained:
             self._train(index, embeddings, factory)
@@ -227,18 +239,12 @@ class _Writer:
                 progress.update(index.ntotal / embeddings.size, f"{index.ntotal:,} vectors in {factory}")
             faiss.write_index(index, str(self._index_path))
         progress.done(f"{embeddings.size:,} vectors in {factory}")
-        return factory
 
     def _train(self, index: Any, embeddings: EmbeddingFile, factory: str) -> None:
         import faiss
 
         ivf = faiss.try_extract_index_ivf(index)
         lists = ivf.nlist if ivf is not None else 0
-        if lists > embeddings.size:
-            raise SettingsError(
-                f"--faiss_type {factory} has {lists} lists for {embeddings.size} passages; take fewer, or IVF alone, "
-                "which chooses their number"
-            )
         if ivf is not None and self._options.faiss_gpu:
             ivf.clustering_index = faiss.index_cpu_to_all_gpus(faiss.IndexFlatIP(ivf.d))
         sample = embeddings.sample(max(_TRAINED_ON, _TRAINED_ON_PER_LIST * lists))

@@ -121,6 +121,10 @@ def _exact_search(index: LoadedIndex, spec: DenseSpec, gpus: int) -> tuple[Exact
         limit = min(index.size, GPU_MAX_CANDIDATES)
         return ExactSearch(vectors, to_gpus(whole).search, NEVER, cpu, True, limit), f"{gpus} GPUs"
     if spec.faiss_gpu:
+        if spec.search == "faiss":
+            raise SettingsError(
+                "search 'faiss' under faiss_gpu needs a FAISS that finds GPUs (faiss-gpu-cu12); take auto"
+            )
         device = pick_device(spec.device)
         if device.type == "cpu":
             raise SettingsError("faiss_gpu: neither FAISS nor PyTorch finds a GPU here; leave it out")

@@ -175,11 +175,11 @@ def test_what_another_building_left_is_not_used(
 ) -> None:
     monkeypatch.setattr(embeddings, "BLOCK_ROWS", 100)
     corpus = write_texts(tmp_path / "corpus.jsonl")
-    index = dense_build._Writer._index
-    monkeypatch.setattr(dense_build._Writer, "_index", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    fill = dense_build._Writer._fill
+    monkeypatch.setattr(dense_build._Writer, "_fill", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         build_dense(corpus, tmp_path / "index", model)
-    monkeypatch.setattr(dense_build._Writer, "_index", index)
+    monkeypatch.setattr(dense_build._Writer, "_fill", fill)
     options: dict[str, object] = {}
     work = tmp_path / "index" / ".e5.partial" / WORK
     if change == "corpus":
@@ -223,9 +223,15 @@ def test_building_twice_does_nothing_and_another_encoder_builds_again(
         ({"embedding_path": Path("/no/such/file")}, "--embedding_path /no/such/file cannot be read"),
     ],
 )
-def test_what_cannot_be_built_is_said_in_one_line(
-    options: dict[str, object], message: str, corpus: Path, model: Path, tmp_path: Path
+def test_what_cannot_be_built_is_said_in_one_line_before_anything_is_encoded(
+    options: dict[str, object],
+    message: str,
+    corpus: Path,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(Encoder, "encode_passages", None)
     with pytest.raises(SettingsError, match=message) as caught:
         build_dense(corpus, tmp_path, model, **options)
     assert "\n" not in str(caught.value)

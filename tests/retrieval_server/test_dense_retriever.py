@@ -191,6 +191,7 @@ def test_an_index_with_another_encoder_corpus_or_setting_is_refused(
     refused(SettingsError, "nprobe 4 has no meaning for exact search", built, corpus, nprobe=4)
     refused(SettingsError, "ef_search 9 has no meaning", built, corpus, ef_search=9)
     refused(SettingsError, "neither FAISS nor PyTorch finds a GPU", built, corpus, faiss_gpu=True)
+    refused(SettingsError, "search 'faiss' under faiss_gpu", built, corpus, faiss_gpu=True, search="faiss")
     moved = str(shutil.copytree(model, tmp_path / "moved"))
     assert load_dense(built, corpus, model_path=moved, encoder="e5", pooling="mean").size == N
 
