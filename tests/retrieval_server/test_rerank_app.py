@@ -301,7 +301,7 @@ def generated(operation: Any, url: str, n: int) -> set[int]:
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/retrieve"])
-@pytest.mark.parametrize("n", [30, pytest.param(2500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [30, pytest.param(500, marks=pytest.mark.slow)])
 def test_generated_requests_are_answered_as_described(path: str, n: int) -> None:
     settings: dict[str, Any] = {"max_queries": 4, "max_documents": 30}
     described = schemathesis.openapi.from_dict(create_app(backend(), Settings(**settings)).openapi())
