@@ -40,14 +40,19 @@ class Analyzer:
         if stopwords not in STOPWORDS:
             raise SettingsError(f"stopwords {stopwords!r} is unknown; known: {', '.join(sorted(STOPWORDS))}")
         self._stopwords = STOPWORDS[stopwords]
-        self._words = lucene_words.words if stemmer == "lucene" else _words
+        self.words: Callable[[str], list[str]] = lucene_words.words if stemmer == "lucene" else _words
+        """Return the words of a text in order; ``term`` says what each becomes."""
         # A corpus of millions of passages has few distinct words; the cache takes stemming out of the profile.
         self._stem = lru_cache(maxsize=1 << 18)(_stem_function(stemmer))
 
     def terms(self, text: str) -> list[str]:
         """Return the terms of a text in order, repetitions included."""
         stopwords, stem = self._stopwords, self._stem
-        return [stem(word) for word in self._words(text) if word not in stopwords]
+        return [stem(word) for word in self.words(text) if word not in stopwords]
+
+    def term(self, word: str) -> str | None:
+        """Return the term of a word, or None for a stop word."""
+        return None if word in self._stopwords else self._stem(word)
 
     def fingerprint(self) -> str:
         """Return a short digest of what this analyzer makes of a fixed text.

@@ -56,6 +56,8 @@ class BuildPlan:
     stemmer: str
     force: bool
     """Build even when the folder already holds exactly this index."""
+    workers: int = 1
+    """Processes that analyze the passages of a BM25 index; 0 chooses. The index is the same with any number."""
     encode: EncodeOptions | None = None
     """Of a dense index; the other kinds have none."""
 

@@ -44,8 +44,12 @@ class RawLine(NamedTuple):
 
     def parse(self) -> Document:
         """Return the passage; raises CorpusError naming file and line."""
+        return Document.of(*self.fields())
+
+    def fields(self) -> tuple[str, str, str, str]:
+        """Return (id, contents, title, text); raises CorpusError naming file and line."""
         try:
-            return parse_passage(self.data)
+            return parse_fields(self.data)
         except ValueError as error:
             raise CorpusError(f"{self.where}: {error}") from None
 
@@ -82,6 +86,11 @@ def split_contents(contents: str) -> tuple[str, str]:
 
 def parse_passage(line: bytes) -> Document:
     """Parse one line of the corpus; raises ValueError that says what is wrong (without file and line)."""
+    return Document.of(*parse_fields(line))
+
+
+def parse_fields(line: bytes) -> tuple[str, str, str, str]:
+    """Return (id, contents, title, text) of one line; raises ValueError like ``parse_passage``."""
     try:
         row = json.loads(line.decode("utf-8").rstrip("\r\n"))
     except UnicodeDecodeError as error:
@@ -100,10 +109,12 @@ def parse_passage(line: bytes) -> Document:
     if not isinstance(identifier, str) or not identifier:
         raise ValueError(f"'id' is {identifier!r}, not a non-empty string")
     contents, title, text = _texts(row)
-    try:
-        return Document.of(identifier, contents, title, text)
-    except UnicodeEncodeError:
-        raise ValueError("half of a surrogate pair (\\ud800 to \\udfff) in the text") from None
+    if b"\\u" in line:  # otherwise the line is UTF-8, which has none
+        try:
+            "".join((identifier, contents, title, text)).encode()
+        except UnicodeEncodeError:
+            raise ValueError("half of a surrogate pair (\\ud800 to \\udfff) in the text") from None
+    return identifier, contents, title, text
 
 
 def _texts(row: dict[str, Any]) -> tuple[str, str, str]:
@@ -138,7 +149,10 @@ class CorpusReader:
     """
 
     def __init__(self, path: Path, copy_to: Path | None = None, copied: int = 0) -> None:
-        """``copied``: leading bytes of ``copy_to`` to keep, written by an interrupted reading of this corpus."""
+        """``copied``: leading bytes of ``copy_to`` to keep, written by an interrupted reading of this corpus.
+
+        A shorter file, whose end never reached the disk, is written anew.
+        """
         self.path = path
         self.files = corpus_files(path)
         self.needs_copy = len(self.files) > 1 or self.files[0].format != "jsonl"
@@ -147,7 +161,8 @@ class CorpusReader:
         self.passages = 0
         """Passages read so far."""
         self._copy_to = copy_to if self.needs_copy else None
-        self._copied = copied
+        self._copied = copied if self._copy_to and copied <= _size(self._copy_to) else 0
+        self._copy: BinaryIO | None = None
         self._digest = hashlib.sha256()
         self._stored_bytes = sum(file.bytes for file in self.files)
         self._stored_before = 0
@@ -185,15 +200,16 @@ class CorpusReader:
     def raw_lines(self) -> Iterator[RawLine]:
         """Yield the lines that hold something; they are not parsed and their ids not compared."""
         with ExitStack() as stack:
-            copy = stack.enter_context(_continued(self._copy_to, self._copied)) if self._copy_to else None
+            if self._copy_to is not None:
+                self._copy = stack.enter_context(_continued(self._copy_to, self._copied))
             complete = True
             for file in self.files:
                 if not complete:
-                    self._take(b"\n", copy)  # the line break that the last line of the shard before lacks
+                    self._take(b"\n")  # the line break that the last line of the shard before lacks
                 self._lines = FileLines(file)
                 for number, data in enumerate(self._lines, start=1):
                     start = self.size
-                    self._take(data, copy)
+                    self._take(data)
                     complete = data.endswith(b"\n")
                     if number == 1 and data.startswith(_BOM):
                         start, data = start + len(_BOM), data[len(_BOM) :]
@@ -203,12 +219,21 @@ class CorpusReader:
                 self._lines = None
                 self._stored_before += file.bytes
 
-    def _take(self, data: bytes, copy: BinaryIO | None) -> None:
+    def flush(self) -> None:
+        """Make the copy's bytes of what was read so far safe from the end of this process."""
+        if self._copy is not None and not self._copy.closed:
+            self._copy.flush()
+
+    def _take(self, data: bytes) -> None:
         """Account for bytes of the corpus, and write them unless the copy has them."""
-        if copy is not None and self.size >= self._copied:
-            copy.write(data)
+        if self._copy is not None and self.size >= self._copied:
+            self._copy.write(data)
         self._digest.update(data)
         self.size += len(data)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _continued(path: Path, kept: int) -> BinaryIO:
@@ -225,7 +250,7 @@ def refuse_repeated_ids(path: Path, hashes: Sequence[npt.NDArray[np.uint64]]) ->
     """Raise CorpusError naming both lines when an id of the corpus occurs twice; ``hashes`` are those of its rows."""
     for first, second in repeats(hashes):
         rows = islice(CorpusReader(path).raw_lines(), second + 1)
-        lines = [(raw, raw.parse().id) for row, raw in enumerate(rows) if row in (first, second)]
+        lines = [(raw, raw.fields()[0]) for row, raw in enumerate(rows) if row in (first, second)]
         (before, earlier_id), (raw, identifier) = lines
         if identifier == earlier_id:
             place = f"{before.file.unit} {before.number}" if before.file == raw.file else before.where

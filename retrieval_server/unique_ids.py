@@ -53,7 +53,7 @@ def repeats(chunks: Sequence[Hashes]) -> Iterator[tuple[int, int]]:
     Among 20 million different ids two share a hash with probability about 1e-5: compare the ids themselves. Sorts a
     slice of the hash range at a time, so memory stays at some 100 MB whatever the number of rows.
     """
-    slices = max(1, sum(map(len, chunks)) // _SORTED_AT_ONCE)
+    slices = -(-sum(map(len, chunks)) // _SORTED_AT_ONCE)  # rounded up
     for number in range(slices):
         found_hashes, found_rows, base = [], [], 0
         for chunk in chunks:

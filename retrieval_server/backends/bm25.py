@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from retrieval_server.analyzer import Analyzer, stemmer_version
+from retrieval_server.backends.bm25_vocabulary import Vocabulary
 from retrieval_server.corpus import PassageStore
 from retrieval_server.errors import IndexFolderError
 from retrieval_server.manifest import Manifest, Verify, check_files, read_manifest, resolve_index, served_corpus
@@ -23,8 +23,10 @@ MAX_QUERY_TERMS = 1024
 
 # bm25s's own file names, so that the folder also opens with bm25s.BM25.load.
 VALUES, POSTINGS, INDPTR = "data.csc.index.npy", "indices.csc.index.npy", "indptr.csc.index.npy"
-VOCABULARY, PARAMS, STARTS = "vocab.index.json", "params.index.json", "starts.npy"
-INDEX_FILES = (VALUES, POSTINGS, INDPTR, VOCABULARY, PARAMS, STARTS)
+VOCABULARY, PARAMS = "vocab.index.json", "params.index.json"
+# Ours: where in the corpus each passage begins, where in the vocabulary each term.
+STARTS, TERM_STARTS = "starts.npy", "vocab.starts.npy"
+_CHECKED_AT_ONCE = 1 << 20
 
 
 class Bm25Retriever:
@@ -38,7 +40,7 @@ class Bm25Retriever:
         values: npt.NDArray[np.float32],
         postings: npt.NDArray[np.int32],
         indptr: npt.NDArray[Any],
-        vocabulary: dict[str, int],
+        vocabulary: Vocabulary,
         analyzer: Analyzer,
         passages: PassageStore,
         manifest: Manifest,
@@ -79,12 +81,12 @@ class Bm25Retriever:
         progress.update("checking index and corpus", 0.0)
         check_files(folder, manifest, verify, count)
         passages_path = served_corpus(folder, manifest, corpus_path, verify, count)
-        progress.update("reading the vocabulary", 0.7)
-        values, postings, indptr, starts = (
-            np.asarray(_load_array(folder / name)) for name in (VALUES, POSTINGS, INDPTR, STARTS)
+        progress.update("checking that the arrays fit each other", 0.7)
+        values, postings, indptr, starts, term_starts = (
+            np.asarray(_load_array(folder / name)) for name in (VALUES, POSTINGS, INDPTR, STARTS, TERM_STARTS)
         )
-        vocabulary = json.loads((folder / VOCABULARY).read_text(encoding="utf-8"))
-        _check_arrays(folder, manifest, values, postings, indptr, starts, vocabulary)
+        _check_arrays(folder, manifest, values, postings, indptr, starts, term_starts)
+        vocabulary = Vocabulary(folder / VOCABULARY, term_starts)
         analyzer = _matching_analyzer(folder, manifest)
         progress.update("compiling the search kernel", 0.8)
         passages = PassageStore(passages_path, starts)
@@ -119,8 +121,8 @@ class Bm25Retriever:
         ]
 
     def _term_ids(self, query: str) -> list[int]:
-        vocabulary = self._vocabulary
-        known = [vocabulary[term] for term in self._analyzer.terms(query) if term in vocabulary]
+        look_up = self._vocabulary.number
+        known = [number for term in self._analyzer.terms(query) if (number := look_up(term)) is not None]
         return known[-MAX_QUERY_TERMS:]
 
     def info(self) -> dict[str, Any]:
@@ -129,8 +131,9 @@ class Bm25Retriever:
         return {"corpus": manifest["corpus"], "manifest": manifest}
 
     def close(self) -> None:
-        """Unmap the corpus."""
+        """Unmap the corpus and the vocabulary."""
         self._passages.close()
+        self._vocabulary.close()
 
 
 def _load_array(path: Path) -> npt.NDArray[Any]:
@@ -148,7 +151,7 @@ def _check_arrays(
     postings: npt.NDArray[Any],
     indptr: npt.NDArray[Any],
     starts: npt.NDArray[Any],
-    vocabulary: dict[str, int],
+    term_starts: npt.NDArray[Any],
 ) -> None:
     """Refuse arrays that do not fit each other: the compiled kernel trusts them and would read outside of them."""
     n_passages = manifest.corpus.passages
@@ -157,16 +160,22 @@ def _check_arrays(
         ("dtype of the postings", str(postings.dtype), "int32"),
         ("passages", len(starts), n_passages),
         ("postings", len(postings), len(values)),
-        ("terms", len(indptr) - 1, len(vocabulary)),
+        ("terms", len(indptr) - 1, len(term_starts)),
         ("end of the last term", int(indptr[-1]) if len(indptr) else 0, len(values)),
         ("start of the first term", int(indptr[0]) if len(indptr) else 0, 0),
         ("terms that end before they start", int((np.diff(indptr) < 0).sum()), 0),
-        ("postings outside of the corpus", int(((postings < 0) | (postings >= n_passages)).sum()), 0),
-        ("term ids outside of the table", sum(not 0 <= i < len(indptr) - 1 for i in vocabulary.values()), 0),
+        ("postings outside of the corpus", _count_outside(postings, n_passages), 0),
     ]
     for what, found, expected in facts:
         if found != expected:
             raise IndexFolderError(f"{folder} is inconsistent: {what} {found}, expected {expected}; rebuild the index")
+
+
+def _count_outside(postings: npt.NDArray[Any], n_passages: int) -> int:
+    """Return how many entries are not in [0, N), a piece at a time: a mask of all would be memory for nothing."""
+    pieces = (postings[start : start + _CHECKED_AT_ONCE] for start in range(0, len(postings), _CHECKED_AT_ONCE))
+    # As unsigned numbers the negative ones are the largest.
+    return sum(int(np.count_nonzero(piece.view(np.uint32) >= n_passages)) for piece in pieces)
 
 
 def _matching_analyzer(folder: Path, manifest: Manifest) -> Analyzer:
