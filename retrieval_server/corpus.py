@@ -1,4 +1,4 @@
-"""The corpus: one passage a line, read once to be indexed and memory-mapped to be served.
+"""The corpus: one passage a line, read once to be indexed and at random places to be served.
 
 A line is ``{"id", "contents"}`` (contents: the title in double quotes, a newline, the text) or ``{"id", "title",
 "text"}``, from which the quoted form is rebuilt. Blank lines are skipped, so a passage's row is not its line number.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -181,11 +181,11 @@ class CorpusReader:
 
     @property
     def served(self) -> Path:
-        """The plain JSON-lines file to memory-map: the corpus, or its copy. Raises CorpusError when there is none."""
+        """The plain JSON-lines file to serve from: the corpus, or its copy. Raises CorpusError when there is none."""
         if not self.needs_copy:
             return self.files[0].path
         if self._copy_to is None:
-            raise CorpusError(f"corpus {self.path} is not one plain JSON-lines file, which is what can be mapped here")
+            raise CorpusError(f"corpus {self.path} is not one plain JSON-lines file, which is what can be served from")
         return self._copy_to
 
     def __iter__(self) -> Iterator[CorpusLine]:
@@ -285,23 +285,29 @@ def sampled_sha256(path: Path) -> str:
 
 
 class PassageStore:
-    """Random access to the passages of a corpus whose row offsets are known. The text stays memory-mapped.
+    """Random access to the passages of a corpus whose row offsets are known. The text stays in the kernel's file cache.
 
-    The file may be replaced (by rename) while it is mapped, but not written in place.
+    Read, not memory-mapped: mapped pages count as this process's memory and would add up to the whole corpus, and a
+    file that is cut short ends a process that has it mapped where here it is an error. The file may be replaced (by
+    rename) meanwhile, but not written in place.
     """
 
     def __init__(self, path: Path, starts: npt.NDArray[np.int64], cached: int = 8192) -> None:
+        """``starts`` [N]: offset in bytes of each passage, ascending."""
         self._starts = starts
-        with _open_mappable(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size == 0:
-                raise CorpusError(f"corpus {path} is empty")
-            if len(starts) and int(starts[-1]) >= size:
-                raise CorpusError(f"corpus {path} has {size} bytes, but the last passage starts at {int(starts[-1])}")
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        try:
+            self._file = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise CorpusError(f"corpus {path} cannot be read: {error.strerror}") from error
+        self._close = weakref.finalize(self, os.close, self._file)
+        self._size = os.fstat(self._file).st_size
         self.path = path
         # Training repeats its queries, so the same passages come back within seconds.
         self._cached_read = lru_cache(maxsize=cached)(self._read)
+        if self._size == 0:
+            raise CorpusError(f"corpus {path} is empty")
+        if len(starts) and int(starts[-1]) >= self._size:
+            raise CorpusError(f"corpus {path} has {self._size} bytes, but the last passage starts at {int(starts[-1])}")
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -314,20 +320,15 @@ class PassageStore:
 
     def _read(self, row: int) -> Document:
         start = int(self._starts[row])
-        end = self._map.find(b"\n", start)
+        following = int(self._starts[row + 1]) if row + 1 < len(self._starts) else self._size
         try:
-            return parse_passage(self._map[start : end if end >= 0 else len(self._map)])
-        except ValueError as error:
+            # Between two passages there may be blank lines.
+            line, _, _ = os.pread(self._file, following - start, start).partition(b"\n")
+            return parse_passage(line)
+        except (OSError, ValueError) as error:
             raise CorpusError(f"{self.path}, row {row} at byte {start}: {error}") from None
 
     def close(self) -> None:
-        """Unmap the file."""
+        """Close the file."""
         self._cached_read.cache_clear()
-        self._map.close()
-
-
-def _open_mappable(path: Path) -> BinaryIO:
-    try:
-        return path.open("rb")
-    except OSError as error:
-        raise CorpusError(f"corpus {path} cannot be read: {error.strerror}") from error
+        self._close()

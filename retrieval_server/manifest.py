@@ -15,7 +15,7 @@ from retrieval_server.errors import CorpusError, IndexFolderError
 
 MANIFEST_NAME = "manifest.json"
 PASSAGES_NAME = "passages.jsonl"
-"""Copy of the corpus in the index folder, there when the corpus itself cannot be memory-mapped."""
+"""Copy of the corpus in the index folder, there when the corpus itself cannot be read at random places."""
 FORMAT = "chatr1-index"
 FORMAT_VERSION = 1
 FULL_CHECK_BYTES = 1 << 30
