@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
@@ -197,7 +197,7 @@ class CorpusReader:
                 refuse_repeated_ids(self.path, [ids.hashes()])
         refuse_repeated_ids(self.path, [ids.hashes()])
 
-    def raw_lines(self) -> Iterator[RawLine]:
+    def raw_lines(self) -> Generator[RawLine, None, None]:
         """Yield the lines that hold something; they are not parsed and their ids not compared."""
         with ExitStack() as stack:
             if self._copy_to is not None:

@@ -56,3 +56,7 @@ class PartialSearchError(SearchUnavailableError):
         super().__init__(f"{len(failures)} of {len(outcomes)} queries: {first}", first.retry_after_s)
         self.origin = origin
         self.outcomes = outcomes
+
+
+class SelfTestError(RetrievalServerError):
+    """An index does not return its own passages."""

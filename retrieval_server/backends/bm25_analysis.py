@@ -73,9 +73,7 @@ def analyze(
     blocks = [_block(work, number) for number in range(len(done))]
     progress = Progress("reading the corpus", reader.fraction)
     ids = IdRegister()
-    if workers == 0:
-        worth = sum(file.bytes for file in reader.files) >= _WORTH_WORKERS_BYTES
-        workers = min(_AUTO_WORKERS, len(os.sched_getaffinity(0))) if worth else 1
+    workers = choose_workers(workers, sum(file.bytes for file in reader.files))
     for job in _processed(_jobs(chunks, reader, work, len(done)), make_analyzer, workers):
         reader.flush()
         write_durably(_record(work, len(blocks)), json.dumps(asdict(job.checkpoint)).encode())
@@ -86,6 +84,13 @@ def analyze(
     refuse_repeated_ids(reader.path, [block.array("hashes") for block in blocks])
     progress.done(f"{reader.passages:,} passages")
     return reader, blocks
+
+
+def choose_workers(asked: int, corpus_bytes: float) -> int:
+    """Return how many processes to use: as many as asked for, or for 0 what the processors and the corpus are worth."""
+    if asked:
+        return asked
+    return min(_AUTO_WORKERS, len(os.sched_getaffinity(0))) if corpus_bytes >= _WORTH_WORKERS_BYTES else 1
 
 
 def _block(work: Path, number: int) -> Block:
