@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from retrieval_server.building import BuildPlan
 from retrieval_server.corpus import CorpusReader, RawLine
 from retrieval_server.errors import CorpusError
 from retrieval_server.progress import duration
-
-Planner = Callable[[BuildPlan, int | None], "Estimate"]
-"""Function of the plan and the number of passages; None takes the corpus's own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Asks an index for some of its own passages: what a wrong encoder, a shifted corpus or a poor index type would show."""
+"""Asks an index for some of its own passages: a wrong encoder, a shifted corpus or a poor index type shows."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from retrieval_server.corpus import parse_passage
 from retrieval_server.errors import SelfTestError
@@ -74,13 +75,20 @@ def sample_passages(path: Path, n: int, seed: int) -> list[Document]:
         for _ in range(_TRIES * n):
             file.seek(draw.randrange(size))
             file.readline()
-            start = file.tell()
-            line = file.readline()
-            if not line.strip():  # the end of the file, or a blank line: go by the first passage instead
+            start, line = _next_line(file)
+            if not line:  # the end of the file: go round
                 file.seek(0)
-                start, line = 0, file.readline().removeprefix(b"\xef\xbb\xbf")
-            if line.strip() and start not in found:
-                found[start] = parse_passage(line)
+                start, line = _next_line(file)
+            if start not in found:
+                found[start] = parse_passage(line.removeprefix(b"\xef\xbb\xbf"))
             if len(found) == n:
                 break
     return list(found.values())
+
+
+def _next_line(file: BinaryIO) -> tuple[int, bytes]:
+    """Return the offset and the bytes of the next line that holds something; no bytes at the end of the file."""
+    start = file.tell()
+    while (line := file.readline()) and not line.strip():
+        start = file.tell()
+    return start, line

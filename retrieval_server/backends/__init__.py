@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from retrieval_server.building import BuildPlan
 from retrieval_server.errors import SettingsError
 from retrieval_server.manifest import Manifest
+from retrieval_server.planning import Estimate
 from retrieval_server.specs import Spec
 from retrieval_server.types import LoadProgress, Retriever
 
@@ -83,6 +84,22 @@ LOADERS: Mapping[str, Callable[[Any, LoadProgress], Retriever]] = {
 }
 """Backend name -> function of its own kind of spec."""
 BUILDERS: Mapping[str, Callable[[BuildPlan], Manifest]] = {"bm25": _build_bm25, "dense": _build_dense}
+
+
+def _plan_bm25(plan: BuildPlan, passages: int | None) -> Estimate:
+    from retrieval_server.backends.bm25_plan import estimate
+
+    return estimate(plan, passages)
+
+
+def _plan_dense(plan: BuildPlan, passages: int | None) -> Estimate:
+    from retrieval_server.backends.dense_plan import estimate
+
+    return estimate(plan, passages)
+
+
+PLANNERS: Mapping[str, Callable[[BuildPlan, int | None], Estimate]] = {"bm25": _plan_bm25, "dense": _plan_dense}
+"""Kind of index -> what building it for so many passages (None: those of the corpus) would take."""
 
 
 def load(spec: Spec, progress: LoadProgress) -> Retriever:

@@ -108,6 +108,18 @@ def _describe(options: EncodeOptions, model_path: str) -> _Model:
     return _Model(shown, folder, fingerprint(folder), encoding, min(limit, options.max_length))
 
 
+def passage_encoder(options: EncodeOptions) -> tuple[Encoder, int]:
+    """Return the encoder that ``build`` would use and the tokens it would take of a passage; raises SettingsError."""
+    model = _describe(options, options.model_path)
+    return _load(options, model, _dtype(options)), model.max_length
+
+
+def _load(options: EncodeOptions, model: _Model, dtype: torch.dtype) -> Encoder:
+    projections = read_sentence_transformer(model.folder).projections
+    device = pick_device(options.device)
+    return load_encoder(model.folder, model.encoding, projections, device, dtype, options.batch_size)
+
+
 def _dtype(options: EncodeOptions) -> torch.dtype:
     device = pick_device(options.device)
     if options.dtype is not None or options.use_fp16:
@@ -147,8 +159,8 @@ class _Writer:
     def write(self) -> Written:
         """Read, encode, index."""
         corpus = self._read_corpus()
-        encoder = self._load_encoder()
-        factory = _factory(self._options.faiss_type, corpus.passages)
+        encoder = _load(self._options, self._model, self._dtype)
+        factory = factory_string(self._options.faiss_type, corpus.passages)
         index = self._empty_index(factory, encoder.dim, corpus.passages)
         embeddings = self._embed(corpus, encoder)
         self._fill(index, factory, embeddings)
@@ -184,12 +196,6 @@ class _Writer:
             _sync(path)
         write_durably(noted, corpus.model_dump_json().encode())
         return corpus
-
-    def _load_encoder(self) -> Encoder:
-        options, model = self._options, self._model
-        projections = read_sentence_transformer(model.folder).projections
-        device = pick_device(options.device)
-        return load_encoder(model.folder, model.encoding, projections, device, self._dtype, options.batch_size)
 
     def _embed(self, corpus: CorpusIdentity, encoder: Encoder) -> EmbeddingFile:
         given = self._options.embedding_path
@@ -269,7 +275,7 @@ class _Writer:
         draft.replace(target)
 
 
-def _factory(faiss_type: str, size: int) -> str:
+def factory_string(faiss_type: str, size: int) -> str:
     """Return the factory string, with a number of lists where IVF names none: 4 times the root of the passages."""
     lists = max(1, min(4 * math.isqrt(size), size // 39))
     factory = re.sub(r"IVF(?!\d)", f"IVF{lists}", faiss_type)

@@ -58,6 +58,11 @@ class Encoder:
         """Tokens that the model can take."""
         self.dim = self._encode([self._whole(["dimension"])[0]]).shape[1]
 
+    @property
+    def weight_bytes(self) -> int:
+        """Memory that the weights take."""
+        return sum(weight.numel() * weight.element_size() for weight in self._model.parameters())
+
     def encode_queries(self, queries: Sequence[str], max_length: int) -> Vectors:
         """Return [Q, dim]. A query longer than ``max_length`` tokens loses its beginning, but not the prefix."""
         limit = min(max_length, self.max_length)
