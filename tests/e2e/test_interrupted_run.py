@@ -153,6 +153,30 @@ def test_sigterm_saves_and_the_run_goes_on(start: Start, arguments: list[str], w
     assert_same_run(whole, broken)
 
 
+def test_an_outage_keeps_the_last_good_step_and_the_run_goes_on(
+    run: Run, arguments: list[str], whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from verl.errors import HealthError
+    from verl.trainer.main_ppo import main
+    from verl.workers.rollout.manager import Rollouts
+
+    generate = Rollouts.generate
+
+    def outage(self: Rollouts, prompts: Any, step: int, *args: Any, **options: Any) -> Any:
+        if step == 3:
+            raise HealthError("every search failed")
+        return generate(self, prompts, step, *args, **options)
+
+    arguments, broken = [*arguments, "trainer.save_freq=-1"], tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(Rollouts, "generate", outage)
+        assert main(arguments) == 2
+    (saved,) = saves(broken)
+    assert saved.name == "global_step_2" and (saved / "COMPLETE").exists()
+    run(arguments)
+    assert_same_run(whole, broken)
+
+
 def test_a_finished_run_is_not_run_again_and_can_be_made_longer(run: Run, arguments: list[str], tmp_path: Path) -> None:
     short = [*arguments, "trainer.total_training_steps=2", "trainer.test_freq=-1"]
     first, second = run(short), run(short)

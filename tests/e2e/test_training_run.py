@@ -167,3 +167,14 @@ def test_check_prints_the_configuration_and_starts_nothing(
     assert main(["--check", *toy_arguments]) == 0
     assert "toy_prompts: 12" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
+
+
+def test_no_gain_between_evaluations_of_other_questions(
+    run: Run, toy_arguments: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run([*toy_arguments, "trainer.total_training_steps=1", "trainer.save_freq=1"])
+    before = tmp_path / "run" / "eval" / "val" / "step_0.jsonl"
+    before.write_text("".join(before.read_text().splitlines(keepends=True)[1:]))
+    longer = ["trainer.total_training_steps=2", "trainer.save_freq=1", f"trainer.resume={tmp_path / 'run'}"]
+    assert run([*toy_arguments, *longer])["gain"] is None
+    assert "asked other questions" in caplog.text

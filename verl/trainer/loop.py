@@ -17,7 +17,7 @@ from verl.algorithms.advantages import estimate
 from verl.algorithms.kl import KlController
 from verl.data.prompts import PromptStream
 from verl.data.samples import Assembled, assemble, permute_rewards
-from verl.errors import HealthError
+from verl.errors import HealthError, RetrievalError
 from verl.metrics import StepMetrics
 from verl.timing import Stopwatch
 from verl.tracking import Tracker
@@ -74,6 +74,12 @@ class TrainingLoop:
         self.watch = Stopwatch()
         """Seconds by phase over the whole run, earlier sessions included."""
         self._stop = StopRequest()
+        self._done: tuple[Mapping[str, float], Evaluation | None] = ({}, None)
+        """Figures and evaluation of the last step."""
+        self._saved = 0
+        """The last step that has a checkpoint."""
+        self._whole = True
+        """The weights are those of ``step``: no update is under way."""
 
     def run(self) -> None:
         """Train to ``total_steps``. After a SIGTERM or SIGINT: save, then raise ``SystemExit(128 + signal)``."""
@@ -86,9 +92,21 @@ class TrainingLoop:
             self._measure_bounds(only_at=0)
             while self.step < self.parts.total_steps:
                 self._stop.raise_if_requested()
-                self.train_step(self.step + 1)
+                self._train_or_save()
             self._stop.raise_if_requested()
             self._measure_bounds(only_at=self.parts.total_steps)
+
+    def _train_or_save(self) -> None:
+        """Make the next step; when its episodes fail, save the one before: an outage must not cost what was learned."""
+        position = self.parts.prompts.state()
+        try:
+            self.train_step(self.step + 1)
+        except (HealthError, RetrievalError):
+            if self._whole and self.step > self._saved:
+                self.parts.prompts.restore(position)
+                self._save(*self._done)
+                logger.info("saved step %d; start again once the cause is mended", self.step)
+            raise
 
     def train_step(self, step: int) -> None:
         """Make one step: the algorithm, phase by phase."""
@@ -109,12 +127,13 @@ class TrainingLoop:
                 coefficient = parts.kl.value if self.config.kl_in_reward else 0.0
                 samples, estimation = estimate(samples, self.config.algorithm, coefficient)
             add_advantage_figures(samples, figures)
+            self._whole = False
             with watch.phase("update"):
                 training = parts.models.update(samples, train_policy=step > self.config.trainer.critic_warmup)
             self._check_health(step, training)
             with watch.phase("publish"):
                 parts.models.publish(step)
-        self.step = step
+        self.step, self._whole = step, True
         for produced in (rolling, scoring, estimation, training):
             figures.merge(produced)
         self._control_kl(figures, len(samples))
@@ -193,6 +212,7 @@ class TrainingLoop:
         figures.add("throughput/trained_tokens_per_s", done["data/trained_tokens"] / wall)
         figures.add("progress/remaining", self._remaining())
         row = figures.result() | watch.metrics() | ({} if evaluation is None else evaluation.metrics())
+        self._done = row, evaluation
         if self._save_due(self.step):
             saving = Stopwatch()
             with saving.phase("save"):
@@ -238,6 +258,7 @@ class TrainingLoop:
         every, frequency = self.config.trainer.export_every, max(1, self.config.trainer.save_freq)
         export = self.step == parts.total_steps or (every > 0 and self.step // frequency % every == 0)
         parts.store.save(state, lambda folder: parts.models.save(folder, export))
+        self._saved = self.step
 
     def restore(self) -> None:
         """Load the restored checkpoint, if there is one, into every part. Raises CheckpointError for other data."""
@@ -250,6 +271,7 @@ class TrainingLoop:
         parts.prompts.restore(state.prompts)
         parts.kl.restore(state.kl)
         self.step, self.best = state.step, (state.best_step, state.best_score)
+        self._saved = state.step
         self.watch = Stopwatch(state.wall_seconds, state.cpu_seconds)
         if not any(row["step"] == state.step for row in parts.tracker.file.rows()):
             parts.tracker.log(state.step, state.figures)

@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -198,7 +198,7 @@ def _finish(loop: TrainingLoop, task: Task, decode: Any, recipe: str, watch: Sto
         before=before,
         after=after,
         bounds=loop.parts.evaluator.read_bounds(loop.step),
-        gain=dict(task.compare(first, last)) if isinstance(task, MeasuresBounds) and first and last else None,
+        gain=_gain(task, first, last),
         folder=str(folder),
         report=str(folder / "report.html"),
         evaluation=str(folder / "eval" / "val" / f"step_{loop.step}.jsonl"),
@@ -214,6 +214,16 @@ def _finish(loop: TrainingLoop, task: Task, decode: Any, recipe: str, watch: Sto
         folder,
     )
     return path
+
+
+def _gain(task: Task, first: Sequence[Trajectory], last: Sequence[Trajectory]) -> Mapping[str, Any] | None:
+    """Return the task's paired comparison; None, with a warning, when the two evaluations asked other questions."""
+    if not isinstance(task, MeasuresBounds) or not first or not last:
+        return None
+    if [trajectory.prompt_id for trajectory in first] != [trajectory.prompt_id for trajectory in last]:
+        logger.warning("no gain is computed: the first evaluation asked other questions (data.val_files has changed)")
+        return None
+    return dict(task.compare(first, last))
 
 
 #: Shown first in the table that ends a run, where the task has them.
