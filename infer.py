@@ -2,7 +2,7 @@
 
     python infer.py                                          chat with the newest trained model, else the shipped one
     python infer.py --question "Who founded it?" --history talk.json
-    python infer.py --model runs/tiny-ppo/global_step_40/hf --retriever-url http://127.0.0.1:8002/retrieve
+    python infer.py --model runs/tiny-ppo/global_step_25/hf --retriever-url http://127.0.0.1:8002/retrieve
 
 Prompt form and limits come from the run that the model belongs to (``config.json`` of its folder), else from the recipe
 given by ``--config-name``, else from the embedded recipe for the shipped model and the published settings for others.

@@ -2,8 +2,8 @@
 
 ``train_ppo.sh`` and ``eval.sh`` set up the environment and run this with their arguments:
 
-    python scripts/job.py train [--check] [--config-name NAME] key.path=value ...
-    python scripts/job.py eval model.path=FOLDER key.path=value ...
+    bash train_ppo.sh [--check] [--config-name NAME] key.path=value ...   (python scripts/job.py train ...)
+    bash eval.sh model.path=FOLDER [--config-name NAME] key.path=value ...   (python scripts/job.py eval ...)
 
 The last line printed is the path of the run's ``summary.json``. Exit status: 0, or 2 for a mistake of the user, else
 that of the trainer. The service is stopped whatever happens.
@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from job_service import RetrievalService, child, choose_url
+from job_service import PortTakenError, RetrievalService, Url, child, choose_url
 
 from verl.config import RunConfig, load_config
 from verl.errors import ChatR1Error, DataError, ResourceError
@@ -48,8 +48,11 @@ class Request:
 
 def parse(arguments: Sequence[str]) -> Request:
     """Read the command line; raises SystemExit with the usage for what it does not know."""
-    if not arguments or arguments[0] not in PROGRAMS or {"-h", "--help"} & set(arguments):
-        raise SystemExit(__doc__)
+    if {"-h", "--help"} & set(arguments):
+        sys.stdout.write(__doc__ or "")
+        raise SystemExit(0)
+    if not arguments or arguments[0] not in PROGRAMS:
+        raise _usage(f"the first word must be one of: {', '.join(PROGRAMS)}")
     request, rest = Request(arguments[0]), list(arguments[1:])
     while rest:
         word = rest.pop(0)
@@ -60,12 +63,18 @@ def parse(arguments: Sequence[str]) -> Request:
         elif word.startswith("--config-name="):
             request.recipe = word.partition("=")[2]
         elif word.startswith("-"):
-            raise SystemExit(f"unknown option {word}\n{__doc__}")
+            raise _usage(f"unknown option {word}")
         else:
             request.overrides.append(word)
     if request.command == "eval":
         _as_evaluation(request)
     return request
+
+
+def _usage(mistake: str) -> SystemExit:
+    """Say what was wrong and how it is meant; the status is that of a mistake of the user."""
+    sys.stderr.write(f"error: {mistake}\n{__doc__}")
+    return SystemExit(2)
 
 
 def _as_evaluation(request: Request) -> None:
@@ -187,6 +196,29 @@ def environment() -> dict[str, str]:
 # The trainer
 
 
+def start_service(config: RunConfig, url: Url) -> RetrievalService:
+    """Start the service of the job's index and return it, ready. Two jobs that chose the same free port get two."""
+    for last in (False, False, True):
+        service = RetrievalService(
+            url, index_folder(config), Path(str(config.job.corpus_path)), config.task_config.retriever.topk,
+            log=Path(config.job.cache_dir) / "logs" / f"retrieval-{url.port}.log", env=environment(),
+        )  # fmt: skip
+        try:
+            service.start(config.task_config.retriever.start_timeout_s)
+        except PortTakenError:
+            service.stop()
+            if last or url.explicit:
+                raise
+            url.reserve()
+        except BaseException:
+            service.stop()
+            raise
+        else:
+            say(f"the retrieval service listens on port {url.port}")
+            return service
+    raise AssertionError("the last try returns or raises")
+
+
 def run_trainer(request: Request, service: RetrievalService | None) -> tuple[int, str]:
     """Run the trainer to its end; SIGTERM and SIGINT are passed on, so that it can save.
 
@@ -264,12 +296,8 @@ def job(request: Request) -> int:
         if served_here:
             with phases.phase("index", f"index of {config.job.corpus_path} in {index_folder(config)}"):
                 build_index(config)
-            service = RetrievalService(
-                url, index_folder(config), Path(str(config.job.corpus_path)), config.task_config.retriever.topk,
-                log=Path(config.job.cache_dir) / "logs" / f"retrieval-{url.port}.log", env=environment(),
-            )  # fmt: skip
-            with phases.phase("service", f"starting the retrieval service on port {url.port}"):
-                service.start(config.task_config.retriever.start_timeout_s)
+            with phases.phase("service", "starting the retrieval service"):
+                service = start_service(config, url)
             if not request.sets("retriever.url"):
                 request.overrides.append(f"retriever.url={url.text}")
         elif config.job.serve_retrieval:

@@ -102,6 +102,10 @@ def _any_free_port(host: str) -> int:
         return port
 
 
+class PortTakenError(RetrievalError):
+    """Another program took the port between its choice and the service's start."""
+
+
 class RetrievalService:
     """The service process of a job."""
 
@@ -127,7 +131,8 @@ class RetrievalService:
         deadline, state = time.monotonic() + timeout_s, "no answer yet"
         while time.monotonic() < deadline:
             if (reason := self.death()) is not None:
-                raise RetrievalError(f"the retrieval service did not start: {reason}")
+                taken = f"port {self.url.port}" in reason and "is taken" in reason
+                raise (PortTakenError if taken else RetrievalError)(f"the retrieval service did not start: {reason}")
             ready, state = self._readiness()
             if ready:
                 return

@@ -138,3 +138,23 @@ def test_more_workers_than_cores_are_refused_with_the_remedy(cluster: RayCluster
         strict.spawn("policy", Probe, cores + 1)
     strict.close()
     assert cluster.spawn("probe", Probe, 1).size == 1
+
+
+def test_ray_that_does_not_come_up_in_time_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl.cluster import ray as module
+
+    tries: list[int] = []
+
+    def init(**options: object) -> None:
+        tries.append(len(tries))
+        if len(tries) < 3:
+            raise Exception("The current node timed out during startup.")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(module.ray, "init", init)
+    monkeypatch.setattr(module.ray, "shutdown", lambda: None)
+    module._start_ray()
+    assert tries == [0, 1, 2]
+    monkeypatch.setattr(module.ray, "init", lambda **options: 1 / 0)
+    with pytest.raises(ResourceError, match="starting again may be enough"):
+        module._start_ray()

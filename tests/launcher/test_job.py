@@ -13,8 +13,19 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from job import Phases, build_index, build_world, check_files, environment, finish, index_folder, main, parse
-from job_service import RetrievalService, child, choose_url
+from job import (
+    Phases,
+    build_index,
+    build_world,
+    check_files,
+    environment,
+    finish,
+    index_folder,
+    main,
+    parse,
+    start_service,
+)
+from job_service import RetrievalService, Url, child, choose_url
 
 from verl.config import load_config
 from verl.errors import ConfigError, DataError, ResourceError, RetrievalError
@@ -60,10 +71,38 @@ def test_evaluation_is_a_run_of_its_own_that_only_evaluates() -> None:
     assert not config.job.evaluate_bounds
 
 
-@pytest.mark.parametrize("arguments", [[], ["fly"], ["train", "--speed"], ["train", "--help"]])
-def test_unknown_arguments_show_the_usage(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit, match=r"python scripts/job\.py train"):
+@pytest.mark.parametrize("arguments", [[], ["fly"], ["train", "--speed"]])
+def test_unknown_arguments_show_the_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
         parse(arguments)
+    assert ended.value.code == 2
+    assert "bash train_ppo.sh [--check]" in capsys.readouterr().err
+
+
+def test_help_is_no_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(["train", "--help"])
+    assert ended.value.code == 0
+    assert "bash train_ppo.sh [--check]" in capsys.readouterr().out
+
+
+def test_a_port_that_is_taken_while_the_service_starts_is_left_to_its_owner(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = [f"job.corpus_path={corpus}", f"job.index_path={tmp_path / 'index'}", f"job.cache_dir={tmp_path}"]
+    config = load_config("tiny_ppo", overrides)
+    build_index(config)
+    with listener() as taken:
+        port = taken.getsockname()[1]
+        service = start_service(config, Url("127.0.0.1", port, "/retrieve", "http", explicit=False))
+        try:
+            assert service.url.port != port
+            with urllib.request.urlopen(service.url.beside("/readyz"), timeout=5) as answer:
+                assert answer.status == 200
+        finally:
+            service.stop()
+        with pytest.raises(RetrievalError, match="is taken"):
+            start_service(config, Url("127.0.0.1", port, "/retrieve", "http", explicit=True))
 
 
 def test_mistakes_of_the_configuration_end_with_status_2_before_anything_is_built(

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 _SHARE = 0.25
 """Part of a core or device that one worker asks Ray for: up to four roles share it, taking turns."""
 _SPAWN_TIMEOUT_S = 300.0
+_START_TRIES = 3
 _CLOSE_TIMEOUT_S = 10.0
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
@@ -292,17 +293,26 @@ def _start_ray() -> None:
     if address == "local":
         # Only small objects travel (samples, manifests): weights go through files.
         own = {"num_cpus": len(os.sched_getaffinity(0)), "object_store_memory": _object_store_bytes()}
-    try:
-        ray.init(
-            address=address,
-            include_dashboard=False,
-            log_to_driver=False,
-            configure_logging=False,
-            logging_level=logging.ERROR,
-            **own,
-        )
-    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
-        raise ResourceError(f"cannot start or join Ray at {address!r}: {error}") from error
+    for attempt in range(_START_TRIES):
+        try:
+            ray.init(
+                address=address,
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=False,
+                logging_level=logging.ERROR,
+                **own,
+            )
+        except Exception as error:  # a plain one when a daemon took more than 30 s to come up, as on a busy machine
+            ray.shutdown()
+            if address != "local" or attempt + 1 == _START_TRIES:
+                raise ResourceError(
+                    f"cannot start or join Ray at {address!r}: {_one_line(error)}. On an overloaded machine starting "
+                    "again may be enough; cluster.kind=local does without Ray"
+                ) from error
+            logger.warning("Ray did not start (%s); trying again", _one_line(error))
+        else:
+            return
 
 
 def _object_store_bytes() -> int:

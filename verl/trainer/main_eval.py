@@ -1,6 +1,6 @@
 """Evaluate a model: ``main_ppo`` with ``trainer.val_only=true`` and the published result file (``save_val=true``).
 
-python -m verl.trainer.main_eval --config-name tiny_ppo actor_rollout_ref.model.path=runs/tiny-ppo/global_step_40/hf
+python -m verl.trainer.main_eval --config-name tiny_ppo actor_rollout_ref.model.path=runs/tiny-ppo/global_step_25/hf
 """
 
 from __future__ import annotations
