@@ -108,8 +108,10 @@ class DenseRetriever:
         dumped = manifest.model_dump(mode="json")
         described = {"corpus": dumped["corpus"], "manifest": dumped, "search": search_info}
         passages = PassageStore(passages_path, starts)
+        progress.update("first queries", 0.95)
+        retriever = cls(encoder, searcher, passages, spec, described)
         progress.update("ready", 1.0)
-        return cls(encoder, searcher, passages, spec, described)
+        return retriever
 
     @classmethod
     def _load_bare(cls, spec: DenseSpec, progress: LoadProgress) -> DenseRetriever:
@@ -132,8 +134,10 @@ class DenseRetriever:
         searcher, search_info = make_searcher(index, spec)
         described = {"corpus": corpus.model_dump(mode="json"), "search": search_info}
         passages = PassageStore(passages_path, starts)
+        progress.update("first queries", 0.95)
+        retriever = cls(encoder, searcher, passages, spec, described)
         progress.update("ready", 1.0)
-        return cls(encoder, searcher, passages, spec, described)
+        return retriever
 
     @property
     def size(self) -> int:

@@ -101,6 +101,18 @@ def test_a_query_of_zeros_and_unnormalised_vectors() -> None:
     assert rows.tolist() == brute_force(vectors, query[0], 9)[0]
 
 
+def test_rounding_of_the_candidates_hides_none() -> None:
+    """Vectors so close that float16 mixes up their order: the best ten are far down among the candidates."""
+    rng = np.random.default_rng(0)
+    close = rng.normal(size=64) + 2e-3 * rng.normal(size=(400, 64))
+    vectors = (close / np.linalg.norm(close, axis=1, keepdims=True)).astype(np.float32)
+    rough = vectors.astype(np.float16).astype(np.float32) @ vectors[0]
+    expected, _ = brute_force(vectors, vectors[0], 10)
+    assert not set(expected) <= set(np.argsort(-rough)[:26].tolist())
+    ((_, rows),) = by_product(vectors, half=True).search(vectors[:1], 10)
+    assert rows.tolist() == expected
+
+
 def test_candidates_are_taken_until_none_left_out_can_belong() -> None:
     asked: list[int] = []
 

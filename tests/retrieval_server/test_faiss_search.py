@@ -10,7 +10,7 @@ import pytest
 from test_exact_search import brute_force, clustered
 
 from retrieval_server.backends.faiss_files import index_pieces, make_index, read_index, streams, write_streamed
-from retrieval_server.backends.faiss_search import FaissSearch
+from retrieval_server.backends.faiss_search import FaissSearch, one_by_one
 from retrieval_server.errors import IndexFolderError, SettingsError
 
 N, DIM = 1200, 16
@@ -43,11 +43,24 @@ def test_a_list_depends_neither_on_the_batch_nor_on_k(factory: str) -> None:
                     assert scores.tolist() == whole[i][0][:k].tolist()
 
 
-@pytest.mark.parametrize("factory", ["SQ8", "HNSW8", "IVF32,Flat"])
+@pytest.mark.parametrize("factory", ["SQ8", "HNSW8", "HNSW2", "IVF32,Flat"])
 def test_more_than_there_are_gives_fewer(factory: str) -> None:
     for _, rows in FaissSearch(build(factory)).search(QUERIES[:3], 5000):
         assert 0 < len(rows) <= N and (rows >= 0).all()
         assert len(set(rows.tolist())) == len(rows)  # no row stands in for those that were not found
+
+
+def test_faiss_computes_every_query_on_its_own() -> None:
+    """Which lists of an IVF index are visited follows from these products."""
+    vectors, queries = clustered(3000, 200), clustered(64, 200, 1)
+    index = faiss.IndexFlatIP(200)
+    index.add(vectors)
+    faiss.cvar.distance_compute_blas_threshold = 20
+    one_by_one()
+    together = index.search(queries, 9)
+    for i in range(64):
+        scores, rows = index.search(queries[i : i + 1], 9)
+        assert scores[0].tolist() == together[0][i].tolist() and rows[0].tolist() == together[1][i].tolist()
 
 
 def test_looking_further_finds_more() -> None:
