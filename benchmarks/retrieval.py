@@ -202,7 +202,8 @@ def measure(server: MeasuredServer, cell: Cell, corpus: Path, options: argparse.
     )  # fmt: skip
     before = server.cpu_seconds()
     command = [sys.executable, str(ROOT / "benchmarks" / "load_generator.py")]
-    done = subprocess.run(command, input=json.dumps(asdict(job)).encode(), stdout=subprocess.PIPE, check=True)
+    work = json.dumps(asdict(job)).encode()
+    done = subprocess.run(command, input=work, stdout=subprocess.PIPE, check=True, start_new_session=True)
     figures: dict[str, Any] = json.loads(done.stdout)
     after = server.cpu_seconds()
     if before is not None and after is not None and figures["all_queries"]:
