@@ -80,7 +80,10 @@ class DenseSearcher:
 
 
 class LuceneSearcher:
-    """Anserini's searcher in this process, one call per query; the text is looked up per document."""
+    """Anserini's searcher in this process, one call per query, asked of Java what pyserini asks.
+
+    That is a map of field weights per query (empty), the id of every hit twice, a document per hit and its text.
+    """
 
     def __init__(self, index: Path, heap: str) -> None:
         from retrieval_server.backends.lucene_java import find_setup
@@ -93,6 +96,7 @@ class LuceneSearcher:
         jnius_config.add_options(f"-Xmx{heap}")
         from jnius import autoclass
 
+        self._map = autoclass("java.util.HashMap")
         self._searcher = autoclass("io.anserini.search.SimpleSearcher")(str(index))
         self._searcher.set_bm25(0.9, 0.4)
 
@@ -102,8 +106,12 @@ class LuceneSearcher:
 
     def _search_one(self, query: str, k: int) -> Found:
         found: Found = []
-        for hit in self._searcher.search(query, k):
-            contents = json.loads(self._searcher.doc_raw(hit.docid))["contents"]
+        self._map()
+        seen: set[str] = set()
+        hits = [hit for hit in self._searcher.search(query, k) if hit.docid not in seen]
+        for hit in hits:
+            document = self._searcher.doc(hit.docid)
+            contents = json.loads(document.get("raw"))["contents"]
             title, _, text = contents.partition("\n")
             found.append(({"title": title.strip('"'), "text": text, "contents": contents}, hit.score))
         return found
