@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import pydantic_core
 
 from retrieval_server.corpus_files import CorpusFile, FileLines, corpus_files
 from retrieval_server.errors import CorpusError
@@ -92,13 +93,9 @@ def parse_passage(line: bytes) -> Document:
 def parse_fields(line: bytes) -> tuple[str, str, str, str]:
     """Return (id, contents, title, text) of one line; raises ValueError like ``parse_passage``."""
     try:
-        row = json.loads(line.decode("utf-8").rstrip("\r\n"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 ({error.reason} at byte {error.start} of the line)") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from None
-    except RecursionError:
-        raise ValueError("not JSON that can be read (nested too deeply)") from None
+        row = pydantic_core.from_json(line)  # a quarter of the time of the json module, which has the better messages
+    except ValueError:
+        row = _row(line)
     if not isinstance(row, dict):
         raise ValueError(f"a JSON {type(row).__name__}, not an object")
     if "id" not in row:
@@ -115,6 +112,18 @@ def parse_fields(line: bytes) -> tuple[str, str, str, str]:
         except UnicodeEncodeError:
             raise ValueError("half of a surrogate pair (\\ud800 to \\udfff) in the text") from None
     return identifier, contents, title, text
+
+
+def _row(line: bytes) -> Any:
+    """Return the JSON value of a line; raises ValueError that says where it is none."""
+    try:
+        return json.loads(line.decode("utf-8").rstrip("\r\n"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 ({error.reason} at byte {error.start} of the line)") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from None
+    except RecursionError:
+        raise ValueError("not JSON that can be read (nested too deeply)") from None
 
 
 def _texts(row: dict[str, Any]) -> tuple[str, str, str]:

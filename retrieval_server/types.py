@@ -5,11 +5,13 @@ Legend: Q queries of one call, k documents wanted per query, N passages of the c
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from json.encoder import encode_basestring as _quoted
 from typing import Any, Protocol, runtime_checkable
+
+import pydantic_core
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +33,13 @@ class Document:
     @classmethod
     def of(cls, id: str, contents: str, title: str, text: str) -> Document:
         """Build a document and its wire form; raises UnicodeEncodeError for text that is not valid Unicode."""
-        # What json.dumps(ensure_ascii=False) gives, without the encoder that it builds for every call: a third of the
-        # time, for every document of a query that was not asked before.
-        encoded = (
-            f'{{"id": {_quoted(id)}, "contents": {_quoted(contents)}, "title": {_quoted(title)}, '
-            f'"text": {_quoted(text)}}}'
-        )
-        return cls(id, contents, title, text, encoded.encode("utf-8"))
+        fields = {"id": id, "contents": contents, "title": title, "text": text}
+        try:
+            # A quarter of the time of the json module, for every document of a query that was not asked before.
+            encoded = pydantic_core.to_json(fields)
+        except pydantic_core.PydanticSerializationError:
+            encoded = json.dumps(fields, ensure_ascii=False).encode("utf-8")
+        return cls(id, contents, title, text, encoded)
 
 
 @dataclass(frozen=True, slots=True)
