@@ -21,8 +21,12 @@ class Fields:
         return DataError(f"{self.place}: {name}: {rule}; found {value}")
 
     def raw(self, name: str) -> Any:
-        """Return the value, None when missing."""
-        return self._record.get(name)
+        """Return the value, None when missing; text in it must be valid Unicode, or it could not be written again."""
+        value = self._record.get(name)
+        for text in value if isinstance(value, list) else (value,):
+            if isinstance(text, str) and not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
+                raise self.fail(name, "holds half of a surrogate pair (\\ud800 to \\udfff), which is no valid Unicode")
+        return value
 
     def text(self, name: str) -> str:
         """Return a non-blank string."""

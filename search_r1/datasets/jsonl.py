@@ -36,7 +36,7 @@ def read_jsonl(path: Path, prompt_key: str = "prompt") -> Iterator[tuple[str, Ro
     ``prompt_key`` is for files with rendered prompts and has no meaning here.
     """
     strangers: set[str] = set()
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
@@ -48,10 +48,12 @@ def read_jsonl(path: Path, prompt_key: str = "prompt") -> Iterator[tuple[str, Ro
             yield place, _row(Fields(record, place))
 
 
-def _parse(line: str, place: str) -> dict[str, Any]:
+def _parse(line: bytes, place: str) -> dict[str, Any]:
     try:
-        record = json.loads(line)
-    except ValueError as error:
+        record = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{place}: not UTF-8 ({error.reason} at byte {error.start} of the line)") from None
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{place}: not a JSON object: {error}") from None
     if not isinstance(record, dict):
         raise DataError(f"{place}: a row must be a JSON object, found {type(record).__name__}")

@@ -29,9 +29,15 @@ def read_parquet(path: Path, prompt_key: str = "prompt") -> Iterator[tuple[str, 
         table = pq.ParquetFile(path)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path}: not a readable parquet file: {error}") from error
-    index = 0
-    for batch in table.iter_batches(batch_size=_BATCH):
-        for record in batch.to_pylist():
+    index, batches = 0, table.iter_batches(batch_size=_BATCH)
+    while True:
+        try:
+            records = next(batches).to_pylist()
+        except StopIteration:
+            return
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{path}: damaged in or after row {index}: {error}") from error
+        for record in records:
             place = f"{path}: row {index}"
             yield place, _row(Fields(record, place), f"{path.stem}:{index}", prompt_key)
             index += 1

@@ -187,6 +187,23 @@ def test_a_finished_run_is_not_run_again_and_can_be_made_longer(run: Run, argume
     assert [row["step"] for row in figures(Path(first["folder"]))] == [0, 1, 2, 3]
 
 
+def test_a_refused_checkpoint_leaves_the_run_as_it_was(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from toy_task import ToyTask
+
+    from verl.trainer.main_ppo import main
+
+    short = [*arguments, "trainer.total_training_steps=3"]
+    folder = Path(run(short)["folder"])
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    prompts = ToyTask.prompts
+    monkeypatch.setattr(ToyTask, "prompts", lambda self, split: prompts(self, split)[1:])
+    assert main([*short, f"trainer.resume={folder / 'global_step_2'}"]) == 2
+    assert "the training prompts differ" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
 def test_other_training_rows_are_refused(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], run: Run
 ) -> None:

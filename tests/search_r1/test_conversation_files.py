@@ -153,3 +153,33 @@ def test_parquet_errors_name_file_and_row(tmp_path: Path) -> None:
     path = parquet(tmp_path / "u.parquet", published(prompt="text"))
     with pytest.raises(DataError, match=r"u\.parquet: row 0: prompt: must be a non-empty list"):
         load_rows([path])
+
+
+@pytest.mark.parametrize("name", ["question", "rewrite", "qid", "answers", "history"])
+def test_half_a_surrogate_pair_is_refused_where_it_stands(tmp_path: Path, name: str) -> None:
+    value: Any = ["caf\ud800", "x"] if name in ("answers", "history") else "caf\ud800"
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({**ROW, name: value}) + "\n")  # escaped: the file itself is plain ASCII
+    with pytest.raises(DataError, match=rf"a\.jsonl:1: {name}: holds half of a surrogate pair"):
+        load_rows([path])
+
+
+def test_bytes_that_are_not_utf8_are_named_with_their_line(tmp_path: Path) -> None:
+    good = json.dumps(ROW).encode()
+    (tmp_path / "latin.jsonl").write_bytes(good + b'\n{"qid": "b\xff"}\n')
+    with pytest.raises(DataError, match=r"latin\.jsonl:2: not UTF-8"):
+        load_rows([tmp_path / "latin.jsonl"])
+    (tmp_path / "deep.jsonl").write_bytes(b"[" * 200_000)
+    with pytest.raises(DataError, match=r"deep\.jsonl:1: not a JSON object"):
+        load_rows([tmp_path / "deep.jsonl"])
+    (tmp_path / "bom.jsonl").write_bytes(b"\xef\xbb\xbf" + good)
+    assert len(load_rows([tmp_path / "bom.jsonl"])) == 1
+
+
+def test_a_damaged_parquet_file_is_named_with_the_row(tmp_path: Path) -> None:
+    path = parquet(tmp_path / "test.parquet", *(published(question=f"When {n}?") for n in range(50)))
+    data = bytearray(path.read_bytes())
+    data[4:120] = b"\xff" * 116  # the first page; the footer, at the end, stays readable
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=r"test\.parquet: damaged in or after row 0"):
+        load_rows([path])

@@ -194,6 +194,13 @@ def test_model_folders_that_cannot_be_used_are_named(tmp_path: Path, folder: Pat
     (pickled / "pytorch_model.bin").write_bytes(b"pickle")
     with pytest.raises(ModelError, match=r"pytorch_model\.bin only.*safetensors"):
         load_causal_lm(str(pickled), **options)
+    empty = make_model(tmp_path / "empty", weights=False)
+    with pytest.raises(ModelError, match="empty holds no weights"):
+        load_causal_lm(str(empty), attention=PACKED, trust_remote_code=False)
+    cut = make_model(tmp_path / "cut", weights=False)
+    (cut / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-64])
+    with pytest.raises(ModelError, match=r"cannot load a causal LM from .*cut"):
+        load_causal_lm(str(cut), **options)
     deeper = make_model(tmp_path / "deeper", weights=False, num_hidden_layers=3)
     (deeper / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
     with pytest.raises(ModelError, match="weights of its architecture are missing"):

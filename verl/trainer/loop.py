@@ -261,12 +261,11 @@ class TrainingLoop:
         self._saved = self.step
 
     def restore(self) -> None:
-        """Load the restored checkpoint, if there is one, into every part. Raises CheckpointError for other data."""
+        """Load the restored checkpoint, if there is one, into every part; its data were checked with the folder."""
         checkpoint, parts = self.parts.folder.restored, self.parts
         if checkpoint is None:
             return
         state = checkpoint.state()
-        state.check_data(parts.prompts_hash, checkpoint.path)
         parts.models.load(checkpoint.path)
         parts.prompts.restore(state.prompts)
         parts.kl.restore(state.kl)

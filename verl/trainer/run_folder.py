@@ -13,7 +13,7 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -58,14 +58,21 @@ class RunFolder:
         return self.restored.step if self.restored is not None else 0
 
 
-def open_run(base: Path, resume: str, config: Mapping[str, Any], keep: int) -> RunFolder:
+def open_run(
+    base: Path,
+    resume: str,
+    config: Mapping[str, Any],
+    keep: int,
+    check: Callable[[Checkpoint], None] = lambda checkpoint: None,
+) -> RunFolder:
     """Choose, lock and prepare the folder of a run.
 
     ``auto``: the newest run of ``base`` goes on from its newest complete checkpoint when it is unfinished (from step 0
     when it has none); beside a finished one a new numbered folder begins. ``never``: a new folder begins in any case.
     A path (a run folder, or one of its ``global_step_N``) goes on there, also when that run was finished.
 
-    ``config`` is the resolved flat configuration. Raises ConfigError listing the frozen keys that differ,
+    ``config`` is the resolved flat configuration; ``check`` may refuse the checkpoint. What is later than the
+    checkpoint is removed only when nothing has refused it. Raises ConfigError listing the frozen keys that differ,
     CheckpointError for a path that holds no checkpoint, ResourceError when another process runs in the folder.
     """
     path, restored = _choose(base, resume, keep)
@@ -74,6 +81,7 @@ def open_run(base: Path, resume: str, config: Mapping[str, Any], keep: int) -> R
     try:
         if restored is not None:
             _check_frozen(path, restored, config)
+            check(restored)
         _cut_back(path, restored.step if restored is not None else None, keep)
         write_atomically(path / "config.json", json.dumps(dict(config), indent=1, sort_keys=True))
         return RunFolder(path, _identity(path), restored, lock)

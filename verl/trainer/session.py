@@ -52,7 +52,14 @@ def run_session(config: RunConfig, recipe: str) -> Path:
         val = task.prompts("val")
         asyncio.run(_check_services(task))
         resume = "never" if config.trainer.val_only else config.trainer.resume
-        folder = open_run(base, resume, flatten(config), config.trainer.keep_checkpoints)
+        folder = open_run(
+            base,
+            resume,
+            flatten(config),
+            config.trainer.keep_checkpoints,
+            # The prompt stream of an evaluation is that of its validation rows; it never goes on from a checkpoint.
+            lambda checkpoint: checkpoint.state().check_data(_prompts_hash(train), checkpoint.path),
+        )
     logger.info("run folder: %s", folder.path)
     try:
         loop, cpu_seconds = _run_loop(config, folder, task, train, val, watch)

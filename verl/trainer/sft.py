@@ -73,6 +73,7 @@ class SftTrainer:
         return EngineSpec(
             model_path=model.partial_pretrain,
             seed=self.config.trainer.seed,
+            random_start=True,
             dtype=model.dtype,
             trust_remote_code=model.trust_remote_code,
             gradient_checkpointing=model.enable_gradient_checkpointing,

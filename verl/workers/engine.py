@@ -41,6 +41,8 @@ class EngineSpec:
     seed: int
     optim: OptimSpec | None = None
     """None for a frozen model (reference policy)."""
+    random_start: bool = False
+    """Begin from ``seed`` where the folder has no weights, instead of refusing it."""
     value_head: bool = False
     dtype: str = "float32"
     """Compute type; master weights, gradients and optimiser state are float32."""
@@ -63,7 +65,10 @@ class Engine:
         """Trainer steps made so far: the schedule's position, part of the checkpoint."""
         self._dtype = devices.dtype_of(spec.dtype)
         model = load_causal_lm(
-            spec.model_path, attention=PACKED, trust_remote_code=spec.trust_remote_code, seed=spec.seed
+            spec.model_path,
+            attention=PACKED,
+            trust_remote_code=spec.trust_remote_code,
+            seed=spec.seed if spec.random_start else None,
         )
         check_packed_model(model)
         self.config = model.config

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
@@ -37,10 +38,12 @@ def has_weights(folder: Path) -> bool:
     return False
 
 
-def load_causal_lm(path: str, *, attention: str, trust_remote_code: bool, seed: int) -> PreTrainedModel:
-    """Load a causal LM in float32 from a folder or hub name; a folder without weights is initialised from ``seed``.
+def load_causal_lm(path: str, *, attention: str, trust_remote_code: bool, seed: int | None = None) -> PreTrainedModel:
+    """Load a causal LM in float32 from a folder or hub name.
 
-    Raises ModelError when the folder is missing, has no config, or holds weights that do not fit the config.
+    A folder without weights is initialised from ``seed``, and refused when that is None: nobody wants to evaluate, ask
+    or reinforce random weights by mistake. Raises ModelError when the folder is missing, has no config, or holds
+    weights that do not fit it.
     """
     disable_progress_bar()  # a run shows its own progress
     folder = Path(path)
@@ -51,6 +54,11 @@ def load_causal_lm(path: str, *, attention: str, trust_remote_code: bool, seed: 
         raise ModelError(f"model folder {path} does not exist")
     try:
         if folder.is_dir() and not has_weights(folder):
+            if seed is None:
+                raise ModelError(
+                    f"{path} holds no weights (*.safetensors): copy them beside its config.json, or train a start with "
+                    "verl.trainer.main_sft, which begins from random weights"
+                )
             config = AutoConfig.from_pretrained(path, **options)
             logger.info("%s has no weights: initialising from seed %d", path, seed)
             with torch.random.fork_rng():
@@ -67,7 +75,7 @@ def load_causal_lm(path: str, *, attention: str, trust_remote_code: bool, seed: 
             )
             model, report = loaded
             _refuse_missing(path, report["missing_keys"])
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"cannot load a causal LM from {path}: {error}") from error
     return cast(PreTrainedModel, model)
 
@@ -81,6 +89,8 @@ def _refuse_missing(path: str, missing: Iterable[str]) -> None:
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
     """Load the tokenizer of a model folder; raises ModelError naming the folder when there is none."""
+    if not Path(path).is_dir() and (path.startswith((".", "/")) or path.count("/") != 1):
+        raise ModelError(f"model folder {path} does not exist")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:

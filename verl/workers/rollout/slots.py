@@ -159,14 +159,14 @@ AttentionInterface.register(ATTENTION, _slot_attention)
 def load_slot_model(
     path: str, dtype: str, device: torch.device, max_rows: int, trust_remote_code: bool = False
 ) -> SlotModel:
-    """Load a causal LM from a model folder for decoding; a folder with only a config gives random weights.
+    """Load a causal LM from a model folder for decoding.
 
     At most ``max_rows`` sequences are decoded at once.
 
     Raises ModelError when the folder cannot be used, ConfigError for an unknown dtype.
     """
     wanted = dtype_of(dtype)
-    model: Any = load_causal_lm(path, attention=ATTENTION, trust_remote_code=trust_remote_code, seed=0)
+    model: Any = load_causal_lm(path, attention=ATTENTION, trust_remote_code=trust_remote_code)
     for parameter in model.parameters():
         # Not ``model.to(dtype)``: that would round the rotary frequencies too, which stay float32 buffers.
         parameter.data = parameter.data.to(wanted)
