@@ -65,11 +65,25 @@ def parse_document(item: Any) -> Document:
         raise ValueError(f"a document must be an object or a string, got {_shown(document, 80)}")
     identity = str(document["id"]) if document.get("id") is not None else ""
     if isinstance(document.get("title"), str) and isinstance(document.get("text"), str):
-        return Document(identity, document["title"], document["text"], score)
-    if not isinstance(document.get("contents"), str):
+        title, text = document["title"], document["text"]
+    elif isinstance(document.get("contents"), str):
+        title, text = split_contents(document["contents"])
+    else:
         raise ValueError(f"document {identity!r} has no text in 'contents'")
-    title, text = split_contents(document["contents"])
+    if not all(map(_is_unicode, (identity, title, text))):
+        raise ValueError(f"document {identity!r} holds half of a surrogate pair (\\ud800 to \\udfff)")
     return Document(identity, title, text, score)
+
+
+def _is_unicode(text: str) -> bool:
+    """False for text with half a surrogate pair, which JSON can carry, but no tokenizer and no file takes."""
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _score(value: Any) -> float | None:

@@ -132,6 +132,8 @@ CASES: dict[str, tuple[Behaviour, Trouble]] = {
     "score that is a list": (says({"result": [hits("q", [1.0])]}), Trouble.BAD_ANSWER),
     "score that is true": (says({"result": [hits("q", True)]}), Trouble.BAD_ANSWER),
     "document that is null": (says({"result": [[{"document": None, "score": 1.0}]]}), Trouble.BAD_ANSWER),
+    "half a surrogate pair in the text": (says({"result": [["caf\ud800"]]}), Trouble.BAD_ANSWER),
+    "half a surrogate pair in the id": (says({"result": [[{"id": "\udc00", "contents": "x"}]]}), Trouble.BAD_ANSWER),
     "document without text": (says({"result": [[{"document": {"id": 3}}]]}), Trouble.BAD_ANSWER),
     "500": (says("boom", "500 Internal Server Error"), Trouble.SERVER_ERROR),
     "502": (says(b"<html>", "502 Bad Gateway"), Trouble.SERVER_ERROR),
