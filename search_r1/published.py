@@ -7,7 +7,6 @@ relaxed structure check, closed search blocks counted in the raw text. Beside th
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,9 +14,10 @@ from typing import Any
 
 from search_r1.rewards.structure import check_text
 from search_r1.rewards.text import best, f1
+from search_r1.tags import SEARCH
 from verl.errors import DataError
 
-_SEARCH_BLOCK = re.compile(r"<search>.*?</search>", re.DOTALL)
+_SEARCH, _SEARCH_END = f"<{SEARCH}>", f"</{SEARCH}>"
 _ASSISTANT_MARK = "<|im_start|>assistant"
 
 
@@ -47,13 +47,16 @@ def predictions_path(text: str) -> Path:
 def read_predictions(path: Path) -> list[Mapping[str, Any]]:
     """Read the list of rows; raises DataError naming the file and what is wrong."""
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
+        rows = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise DataError(f"{path}: no such file; give the validation_results_step<N>.json of a run") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not JSON: {error}") from None
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise DataError(f"{path}: must hold a list of objects")
+    if not isinstance(rows, list) or not rows:
+        raise DataError(f"{path}: must hold a list of at least one object")
+    for index, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise DataError(f"{path}: row {index}: must be an object, found {_shown(row)}")
     return rows
 
 
@@ -66,13 +69,18 @@ def _score_row(row: Mapping[str, Any], place: str) -> ScoredRow:
     for name in ("data_source", "question", "golden_answers", "predicted_answer", "raw_predicted_answer"):
         if name not in row:
             raise DataError(f"{place}: field {name!r} is missing")
+    for name in ("data_source", "question"):
+        if not _is_text(row[name]):
+            raise DataError(f"{place}: {name} must be a string of valid Unicode, found {_shown(row[name])}")
     golden = [row["golden_answers"]] if isinstance(row["golden_answers"], str) else row["golden_answers"]
-    if not isinstance(golden, list) or not golden or not all(isinstance(text, str) for text in golden):
-        raise DataError(f"{place}: golden_answers must be a non-empty list of strings, found {golden!r}")
-    predicted = row["predicted_answer"]
-    if predicted is not None and not isinstance(predicted, str):
-        raise DataError(f"{place}: predicted_answer must be a string or null, found {predicted!r}")
-    raw = row["raw_predicted_answer"] or ""
+    if not isinstance(golden, list) or not golden or not all(map(_is_text, golden)):
+        raise DataError(
+            f"{place}: golden_answers must be a non-empty list of strings of valid Unicode, found {_shown(golden)}"
+        )
+    for name in ("predicted_answer", "raw_predicted_answer"):
+        if row[name] is not None and not _is_text(row[name]):
+            raise DataError(f"{place}: {name} must be a string of valid Unicode or null, found {_shown(row[name])}")
+    predicted, raw = row["predicted_answer"], row["raw_predicted_answer"] or ""
     verdict = check_text(raw.partition(_ASSISTANT_MARK)[2] if _ASSISTANT_MARK in raw else raw)
     return ScoredRow(
         data_source=row["data_source"],
@@ -82,9 +90,32 @@ def _score_row(row: Mapping[str, Any], place: str) -> ScoredRow:
         f1_score=best(f1, predicted, golden[:1]),
         format_valid=verdict.valid,
         format_reason=verdict.reason,
-        search_count=len(_SEARCH_BLOCK.findall(raw)),
+        search_count=_closed_searches(raw),
         f1_max=best(f1, predicted, golden),
     )
+
+
+def _closed_searches(text: str) -> int:
+    """Count what ``<search>.*?</search>`` matches, in one pass however many blocks are never closed."""
+    count, start = 0, text.find(_SEARCH)
+    while start >= 0 and (end := text.find(_SEARCH_END, start)) >= 0:
+        count, start = count + 1, text.find(_SEARCH, end)
+    return count
+
+
+def _is_text(value: Any) -> bool:
+    """True for a string that can be written: half a surrogate pair, which JSON can carry, cannot."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:80]
 
 
 def write_scored(scored: Sequence[ScoredRow], predictions: Path) -> Path:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,21 @@ def test_scored_rows() -> None:
     assert third.format_valid and third.f1_score == 1.0
 
 
+@pytest.mark.parametrize(
+    ("raw", "count"),
+    [
+        ("<search>a</search> <search>b\n</search>", 2),
+        ("<search>a<search>b</search></search><search>c", 1),
+        ("</search><search>", 0),
+        ("<search>" * 200_000, 0),  # a pattern that looks for the end from every start takes minutes
+    ],
+)
+def test_closed_searches_are_counted_in_one_pass(raw: str, count: int) -> None:
+    started = time.process_time()
+    (row,) = score_rows([{**ROWS[0], "raw_predicted_answer": raw}], Path("p.json"))
+    assert row.search_count == count and time.process_time() - started < 5
+
+
 def test_files_and_table(tmp_path: Path) -> None:
     path = tmp_path / "validation_results_step0.json"
     path.write_text(json.dumps(ROWS))
@@ -94,7 +110,13 @@ def test_what_cannot_be_scored_is_named(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     with pytest.raises(DataError, match=r"p\.json: no such file"):
         read_predictions(path)
-    for text, message in (("{", "not JSON"), ("{}", "must hold a list")):
+    for text, message in (
+        ("{", "not JSON"),
+        ("[" * 200_000, "not JSON"),
+        ("{}", "must hold a list"),
+        ("[]", "must hold a list of at least one object"),
+        ("[{}, 3]", "row 1: must be an object, found 3"),
+    ):
         path.write_text(text)
         with pytest.raises(DataError, match=message):
             read_predictions(path)
@@ -102,6 +124,10 @@ def test_what_cannot_be_scored_is_named(tmp_path: Path) -> None:
         ({"question": "q"}, "row 0: field 'data_source' is missing"),
         ({**ROWS[0], "golden_answers": []}, "row 0: golden_answers must be"),
         ({**ROWS[0], "predicted_answer": 3}, "row 0: predicted_answer must be"),
+        ({**ROWS[0], "raw_predicted_answer": ["x"]}, "row 0: raw_predicted_answer must be"),
+        ({**ROWS[0], "data_source": ["nq"]}, "row 0: data_source must be"),
+        ({**ROWS[0], "data_source": float("nan")}, "row 0: data_source must be .* found nan"),
+        ({**ROWS[0], "question": "caf\ud800"}, "row 0: question must be a string of valid Unicode"),
     ):
         with pytest.raises(DataError, match=message):
             score_rows([row], path)
