@@ -124,6 +124,12 @@ def test_disk_full_is_recognised_through_causes_and_lost_types() -> None:
     assert not is_disk_full(OSError(errno.EACCES, "denied"))
 
 
+def test_a_short_write_of_pytorch_is_a_full_disk() -> None:
+    assert is_disk_full(RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"))
+    assert is_disk_full(OSError(errno.EFBIG, os.strerror(errno.EFBIG)))
+    assert not is_disk_full(RuntimeError("unexpected key"))
+
+
 def test_cutting_back_sets_later_ones_aside_and_rewrites_the_index(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=5)
     for step in (1, 2, 3):
@@ -150,3 +156,28 @@ def test_a_state_of_another_version_is_refused_by_field(tmp_path: Path) -> None:
     (saved.path / "state.json").write_text(json.dumps(data))
     with pytest.raises(CheckpointError, match=r"state\.json.*fields differ: kl"):
         saved.state()
+
+
+def test_one_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=3)
+    first, second = store.save(state(1), write_one), store.save(state(2), write_one)
+    shard = second.path / "policy" / "shard.bin"
+    data = bytearray(shard.read_bytes())
+    data[50] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"shard\.bin: sha256 [0-9a-f]{16}, [0-9a-f]{16} when written"):
+        second.verify()
+    assert store.newest() == first
+
+
+@pytest.mark.parametrize("name", ["COMPLETE", "state.json"])
+def test_an_emptied_small_file_counts_as_damage_and_is_named(tmp_path: Path, name: str) -> None:
+    store = CheckpointStore(tmp_path, keep=3)
+    first, second = store.save(state(1), write_one), store.save(state(2), write_one)
+    (second.path / name).write_text("")
+    with pytest.raises(CheckpointError, match=name):
+        second.verify()
+    assert store.newest() == first
+    store.save(state(3), write_one)
+    store.cut_back(3)
+    assert [json.loads(line)["step"] for line in (tmp_path / "checkpoints.jsonl").read_text().splitlines()] == [1, 3]

@@ -151,3 +151,21 @@ def test_a_disk_without_room_for_one_checkpoint_is_refused_at_start(tmp_path: Pa
     check_free_space(tmp_path / "not" / "yet", 1)
     with pytest.raises(ResourceError, match=r"are free, one checkpoint needs about"):
         check_free_space(tmp_path / "not" / "yet", 2**60)
+
+
+@pytest.mark.parametrize("name", ["run.json", "config.json"])
+def test_a_damaged_record_of_the_run_is_named(tmp_path: Path, name: str) -> None:
+    folder = begin(tmp_path / "run").path
+    save(folder, 1)
+    (folder / name).write_text("{")
+    with pytest.raises(CheckpointError, match=rf"{name}: damaged"):
+        begin(tmp_path / "run")
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_again_in_silence(tmp_path: Path) -> None:
+    folder = begin(tmp_path / "run").path
+    save(folder, 1)
+    (folder / "global_step_1" / "state.json").write_text("")
+    with pytest.raises(CheckpointError, match="every checkpoint of this unfinished run is damaged"):
+        begin(tmp_path / "run")
+    assert (folder / "global_step_1" / "shard").is_file()

@@ -15,6 +15,7 @@ seen by the driver.
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import logging
 import os
@@ -85,23 +86,36 @@ class Checkpoint:
     path: Path
 
     def state(self) -> TrainerState:
-        """Read ``state.json``."""
+        """Read ``state.json``; raises CheckpointError."""
         source = self.path / _STATE
-        return TrainerState.from_json(json.loads(source.read_text(encoding="utf-8")), source)
+        return TrainerState.from_json(_read_json(source), source)
 
     def files(self) -> dict[str, int]:
-        """Return relative path -> bytes as recorded when it was written."""
-        recorded: dict[str, int] = json.loads((self.path / _MARKER).read_text(encoding="utf-8"))["files"]
+        """Return relative path -> bytes as recorded when it was written; raises CheckpointError."""
+        recorded: dict[str, int] = self._marker()["files"]
         return recorded
 
+    def _marker(self) -> dict[str, Any]:
+        marker = _read_json(self.path / _MARKER)
+        if not isinstance(marker.get("files"), dict):
+            raise CheckpointError(f"{self.path / _MARKER}: no list of files; use another checkpoint")
+        return marker
+
     def verify(self) -> None:
-        """Raise CheckpointError when a file is missing or has another size than recorded."""
-        for name, size in self.files().items():
+        """Raise CheckpointError when a file is missing or is not, byte for byte, what was written."""
+        marker = self._marker()
+        digests = marker.get("sha256", {})  # older checkpoints have none
+        for name, size in marker["files"].items():
             path = self.path / name
             if not path.is_file():
                 raise CheckpointError(f"{path}: missing, although the checkpoint was complete; use another one")
             if path.stat().st_size != size:
                 raise CheckpointError(f"{path}: {path.stat().st_size} bytes, {size} when written; use another one")
+            if name in digests and (found := _sha256(path)) != digests[name]:
+                raise CheckpointError(
+                    f"{path}: sha256 {found[:16]}, {digests[name][:16]} when written; use another checkpoint"
+                )
+        self.state()
 
     @property
     def export(self) -> Path | None:
@@ -158,7 +172,9 @@ class CheckpointStore:
             write(path)
             write_atomically(path / _STATE, json.dumps(asdict(state), indent=1))
             files = _sync_tree(path)
-            write_atomically(path / _MARKER, json.dumps({"step": state.step, "files": files}, indent=1))
+            digests = {name: _sha256(path / name) for name in files}
+            marker = {"step": state.step, "files": files, "sha256": digests}
+            write_atomically(path / _MARKER, json.dumps(marker, indent=1))
         except BaseException as error:
             shutil.rmtree(path, ignore_errors=True)
             if is_disk_full(error):
@@ -184,7 +200,10 @@ class CheckpointStore:
                 path.replace(target)
         records = []
         for checkpoint in self.complete():
-            records.append(_index_record(checkpoint.state(), checkpoint))
+            try:
+                records.append(_index_record(checkpoint.state(), checkpoint))
+            except CheckpointError as error:
+                logger.warning("checkpoint of step %d is damaged and not listed: %s", checkpoint.step, error)
         write_atomically(self.folder / "checkpoints.jsonl", "".join(json.dumps(record) + "\n" for record in records))
 
     def _append_index(self, state: TrainerState, checkpoint: Checkpoint) -> None:
@@ -201,13 +220,13 @@ class CheckpointStore:
     def _check_space(self, path: Path) -> None:
         """Refuse to begin when the last checkpoint would not fit once more."""
         done = self.complete()
-        if done and shutil.disk_usage(self.folder).free < sum(done[-1].files().values()):
+        if done and shutil.disk_usage(self.folder).free < _bytes(done[-1]):
             raise ResourceError(self._disk_full_message(path))
 
     def _disk_full_message(self, path: Path) -> str:
         free = shutil.disk_usage(self.folder).free / 2**20
         done = self.complete()
-        size = f"the last one took {sum(done[-1].files().values()) / 2**20:.0f} MiB, " if done else ""
+        size = f"the last one took {_bytes(done[-1]) / 2**20:.0f} MiB, " if done else ""
         newest = f"step {done[-1].step} is the newest complete checkpoint" if done else "there is no older checkpoint"
         return (
             f"disk full: cannot write {path} ({size}{free:.0f} MiB are free); {newest}. Free space there, or lower "
@@ -218,13 +237,39 @@ class CheckpointStore:
 def is_disk_full(error: BaseException | None) -> bool:
     """True when this error, or one that caused it, says that a disk or a quota is full."""
     while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return True
+        # PyTorch's writer reports a short write by the position it did not reach.
+        if "inline_container" in str(error) and "unexpected pos" in str(error):
             return True
         # Errors that crossed a process may have lost their type but keep the system's words.
         if os.strerror(errno.ENOSPC) in str(error):
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def _bytes(checkpoint: Checkpoint) -> int:
+    """Return the size of a checkpoint, 0 when its marker is damaged."""
+    try:
+        return sum(checkpoint.files().values())
+    except CheckpointError:
+        return 0
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: damaged ({error}); use another checkpoint") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: damaged (no JSON object); use another checkpoint")
+    return value
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sync_tree(folder: Path) -> dict[str, int]:

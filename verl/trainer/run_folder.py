@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from verl.errors import CheckpointError, ConfigError, ResourceError
 from verl.tracking import MetricsFile, write_atomically
@@ -104,7 +104,14 @@ def _choose(base: Path, resume: str, keep: int) -> tuple[Path, Checkpoint | None
         return base, None
     newest_number, newest = runs[-1]
     if resume == "auto" and not (newest / SUMMARY).exists():
-        return newest, CheckpointStore(newest, keep).newest()
+        store = CheckpointStore(newest, keep)
+        restored = store.newest()
+        if restored is None and store.complete():
+            raise CheckpointError(
+                f"{newest}: every checkpoint of this unfinished run is damaged (see the warnings above); "
+                "trainer.resume=never begins a new run beside it"
+            )
+        return newest, restored
     return base.with_name(f"{base.name}-{newest_number + 1}"), None
 
 
@@ -151,8 +158,18 @@ def _identity(path: Path) -> str:
     source = path / _IDENTITY
     if not source.exists():
         write_atomically(source, json.dumps({"run_id": uuid.uuid4().hex[:12]}))
-    run_id: str = json.loads(source.read_text(encoding="utf-8"))["run_id"]
+    run_id: str = _read_object(source)["run_id"]
     return run_id
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path}: damaged ({error}); restore it, or begin a new run with another trainer.default_local_dir"
+        ) from error
+    return cast(dict[str, Any], value)
 
 
 def _is_free(key: str) -> bool:
@@ -160,7 +177,7 @@ def _is_free(key: str) -> bool:
 
 
 def _check_frozen(path: Path, restored: Checkpoint, config: Mapping[str, Any]) -> None:
-    before = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    before = _read_object(path / "config.json")
     now = json.loads(json.dumps(dict(config)))  # tuples become lists, as in the file
     changed = [
         f"  {key}: {before.get(key, '(absent)')!r} in the run, {now.get(key, '(absent)')!r} now"
