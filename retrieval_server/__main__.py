@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from retrieval_server import flags
 from retrieval_server.backends import load
+from retrieval_server.openmp import wait_without_spinning
 from retrieval_server.server import bind, run_or_report, serve
 
 
@@ -23,6 +24,7 @@ def _serve(arguments: Sequence[str] | None) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve what the command line asks for; return the exit status (2 for what the user can mend)."""
+    wait_without_spinning()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     return run_or_report(lambda: _serve(arguments))

@@ -24,6 +24,7 @@ from retrieval_server.building import BuildPlan
 from retrieval_server.encode_options import FAMILY_NAMES, EncodeOptions
 from retrieval_server.errors import RetrievalServerError, SettingsError
 from retrieval_server.manifest import Manifest, Verify, served_corpus
+from retrieval_server.openmp import wait_without_spinning
 from retrieval_server.specs import Spec
 from retrieval_server.types import LoadProgress
 
@@ -112,6 +113,7 @@ def _selftest(folder: Path, manifest: Manifest, corpus_path: Path, bound: float)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Build what the command line asks for; return the exit status (2 for what the user can mend)."""
     options = _parser().parse_args(arguments)
+    wait_without_spinning()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
         _check_ranges(options)
