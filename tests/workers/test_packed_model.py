@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +201,7 @@ def test_model_folders_that_cannot_be_used_are_named(tmp_path: Path, folder: Pat
         load_causal_lm(str(empty), attention=PACKED, trust_remote_code=False)
     cut = make_model(tmp_path / "cut", weights=False)
     (cut / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-64])
-    with pytest.raises(ModelError, match=r"cannot load a causal LM from .*cut"):
+    with pytest.raises(ModelError, match=r"cannot load a causal LM from .*cut: .* cut short .*copy them again"):
         load_causal_lm(str(cut), **options)
     deeper = make_model(tmp_path / "deeper", weights=False, num_hidden_layers=3)
     (deeper / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
@@ -209,6 +211,25 @@ def test_model_folders_that_cannot_be_used_are_named(tmp_path: Path, folder: Pat
     (deeper / "tokenizer_config.json").unlink()
     with pytest.raises(ModelError, match="no usable tokenizer"):
         load_tokenizer(str(deeper))
+
+
+def test_a_config_that_does_not_fit_the_weights_is_named_with_both_shapes(
+    tmp_path: Path, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    wider = make_model(tmp_path / "wider", weights=False, vocab_size=999)
+    (wider / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    with pytest.raises(ModelError, match=r"wider: .*embed_tokens.* is \[\d+, \d+\] in the files and \[999, \d+\]"):
+        load_causal_lm(str(wider), attention=PACKED, trust_remote_code=False)
+    assert "MISMATCH" not in capfd.readouterr().err
+    config = json.loads((wider / "config.json").read_text())
+    (wider / "config.json").write_text(json.dumps(config | {"hidden_size": "wide"}))
+    for load in (partial(load_causal_lm, attention=PACKED, trust_remote_code=False), load_tokenizer):
+        with pytest.raises(ModelError, match=r"wider.*hidden_size"):
+            load(str(wider))
+    (wider / "config.json").write_text(json.dumps(config))
+    (wider / "tokenizer.json").write_text('{"version"')
+    with pytest.raises(ModelError, match="wider has no usable tokenizer"):
+        load_tokenizer(str(wider))
 
 
 def test_a_folder_without_weights_is_initialised_from_the_seed(tmp_path: Path) -> None:

@@ -6,17 +6,18 @@ sharding of FSDP2 hooks into exactly that call.
 
 from __future__ import annotations
 
-import json
+import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils.logging import disable_progress_bar, get_verbosity, set_verbosity, set_verbosity_error
 
 from verl.errors import ModelError
 from verl.workers.attention import PACKED, Packing
@@ -65,19 +66,52 @@ def load_causal_lm(path: str, *, attention: str, trust_remote_code: bool, seed: 
                 torch.manual_seed(seed)
                 model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
         else:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path,
-                attn_implementation=attention,
-                dtype=torch.float32,
-                use_safetensors=True,
-                output_loading_info=True,
-                **options,
-            )
+            with _quiet():  # what does not fit is said here, in one line
+                loaded: Any = AutoModelForCausalLM.from_pretrained(
+                    path,
+                    attn_implementation=attention,
+                    dtype=torch.float32,
+                    use_safetensors=True,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,
+                    **options,
+                )
             model, report = loaded
+            _refuse_mismatched(path, report["mismatched_keys"])
             _refuse_missing(path, report["missing_keys"])
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ModelError(f"cannot load a causal LM from {path}: {error}") from error
+    except SafetensorError as error:
+        raise ModelError(
+            f"cannot load a causal LM from {path}: its *.safetensors are damaged or cut short ({_one_line(error)}); "
+            "copy them again"
+        ) from error
+    except (OSError, ValueError, TypeError, RuntimeError, StrictDataclassError) as error:
+        raise ModelError(f"cannot load a causal LM from {path}: {_one_line(error)}") from error
     return cast(PreTrainedModel, model)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers' own report of a load from the terminal."""
+    before = get_verbosity()
+    set_verbosity_error()
+    try:
+        yield
+    finally:
+        set_verbosity(before)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _refuse_mismatched(path: str, mismatched: Iterable[tuple[str, Iterable[int], Iterable[int]]]) -> None:
+    found = sorted((name, list(stored), list(wanted)) for name, stored, wanted in mismatched)
+    if found:
+        name, stored, wanted = found[0]
+        raise ModelError(
+            f"{path}: {len(found)} weights do not fit its config.json ({name} is {stored} in the files and {wanted} by "
+            "the config); put the config.json back that belongs to the weights"
+        )
 
 
 def _refuse_missing(path: str, missing: Iterable[str]) -> None:
@@ -93,8 +127,8 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
         raise ModelError(f"model folder {path} does not exist")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
-        raise ModelError(f"{path} has no usable tokenizer: {error}") from error
+    except Exception as error:  # the tokenizers library raises bare Exceptions for a damaged file
+        raise ModelError(f"{path} has no usable tokenizer: {_one_line(error)}") from error
     # Without tokenizer files transformers builds an empty one of the architecture's class instead of failing.
     if not tokenizer.encode("a", add_special_tokens=False):
         raise ModelError(f"{path} has no usable tokenizer: tokenizer files are missing")
