@@ -371,6 +371,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     corpus = corpus_of(options)
     cells = [Cell(clients, batch) for clients in options.clients for batch in options.batches]
     cells.append(Cell(64, 1, REPEATS))
+    # What a server has not answered in time it still works on in the next cell: those that may come to that are last.
+    cells.sort(key=lambda cell: cell.clients * cell.batch)
     for backend in options.backend:
         own = SERVERS[backend](options, corpus) if backend in SERVERS else []
         servers = [*own, *foreign(options.url)]
