@@ -11,9 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 
 class _Section(BaseModel):
-    """Frozen; unknown keys are refused."""
+    """Frozen; unknown keys are refused, and so are numbers without end."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class RetrieverConfig(_Section):

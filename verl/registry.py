@@ -53,7 +53,7 @@ class Registry(Generic[T]):
 def import_object(path: str, kind: str) -> Any:
     """Import ``module:attribute``; raise ConfigError that says which half is wrong."""
     module_name, _, attribute = path.partition(":")
-    if not module_name or not attribute:
+    if not attribute or not all(part.isidentifier() for part in module_name.split(".")):
         raise ConfigError(f"{kind}: {path!r} is not of the form 'module:attribute'")
     try:
         module = importlib.import_module(module_name)

@@ -78,6 +78,19 @@ def test_an_unknown_key_names_the_nearest_known_one(override: str, expected: str
         ("actor_rollout_ref.actor.optim.betas=[0.9]", "actor_rollout_ref.actor.optim.betas = [0.9]"),
         ("task=search_r1.task:Nothing", "has no attribute 'Nothing'"),
         ("task=no.such.module:Task", "cannot import module"),
+        ("task=os:path", "is no task: it has no config_schema()"),
+        ("task=.:path", "not of the form 'module:attribute'"),
+        ("algorithm.adv_estimator=os:nothere", "has no attribute 'nothere'"),
+        ("algorithm.adv_estimator=os:sep", "is not a function"),
+        ("actor_rollout_ref.actor.optim.betas=[2,0.9]", "must be less than 1"),
+        ("critic.optim.betas=[-1,-1]", "= [-1, -1]: must be greater than or equal to 0; "),
+        ("actor_rollout_ref.actor.optim.lr=true", "lr = True: must be a number, not true or false"),
+        ("critic.optim.betas=[true,0.9]", "must be a number"),
+        ("data.history=false", "must be a number"),
+        ("max_turns=true", "must be a number"),
+        ("trainer.seed=99999999999999999999999", "must be less than 9223372036854775808"),
+        ("reward_model.rewrite_score=inf", "must be a finite number"),
+        ("retriever.timeout_s=nan", "must be a finite number"),
         ("reward_model.rewrite_score=0.2", "preset"),
     ],
 )
@@ -222,3 +235,11 @@ def test_supervised_mistakes_are_shown_at_once_too() -> None:
     assert "has 4 mistakes" in text
     assert "all weights are trained" in text
     assert "must hold the longest row (data.max_length = 100000)" in text
+
+
+def test_supervised_numbers_are_held_to_the_same_limits() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_sft_config(overrides=["optim.betas=[2,0.9]", "optim.lr=true", "trainer.seed=18446744073709551616"])
+    text = str(caught.value)
+    assert "has 3 mistakes" in text
+    assert "must be less than 1;" in text and "must be a number" in text and "less than 9223372036854775808" in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any
 
+from annotated_types import Ge, Lt
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 
@@ -28,6 +29,13 @@ def _as_tuple(value: Any) -> Any:
 
 Paths = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
 """One path or a list of paths; always a tuple after validation."""
+
+
+Decay = Annotated[float, Ge(0.0), Lt(1.0)]
+"""Share of a running mean that stays from one step to the next."""
+
+Seed = Annotated[int, Ge(0), Lt(2**63)]
+"""What every generator of random numbers accepts."""
 
 
 def leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -21,7 +21,17 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
 from verl.config.base import leaves
-from verl.config.problems import MISSING, Problem, all_paths, dig, nested_leaves, problems_of, remove, report
+from verl.config.problems import (
+    MISSING,
+    Problem,
+    all_paths,
+    dig,
+    nested_leaves,
+    problems_of,
+    remove,
+    report,
+    truth_values,
+)
 from verl.config.published import ANY, RUN_KEYS, SFT_KEYS, Pointless
 from verl.config.rules import RUN_RULES, SFT_RULES, run_rules
 from verl.config.schema import RunConfig
@@ -79,6 +89,7 @@ def load_config(
     if schema is not None:
         config = config.model_copy(update={"task_config": _validate(schema, task, problems)})
         run_rules(RUN_RULES, config, problems)
+        _check_estimator(config, problems)
     if problems:
         raise ConfigError(report(problems, f"configuration {config_name!r}"))
     return config
@@ -230,17 +241,35 @@ def _task_schema(values: Mapping[str, Any], problems: list[Problem]) -> type[Bas
         problems.append(Problem("task", path, "must be an import path", "write module:Class"))
         return None
     try:
-        schema = import_object(path, "task").config_schema()
+        task = import_object(path, "task")
+        if not callable(getattr(task, "config_schema", None)) or not callable(getattr(task, "from_config", None)):
+            raise ConfigError("is no task: it has no config_schema() and from_config()")
     except ConfigError as error:
         problems.append(Problem("task", path, str(error), "name an importable class, e.g. search_r1.task:SearchTask"))
         return None
+    schema = task.config_schema()
     assert isinstance(schema, type) and issubclass(schema, BaseModel), f"{path}.config_schema() is no pydantic model"
     return schema
+
+
+def _check_estimator(config: RunConfig, problems: list[Problem]) -> None:
+    """Import an estimator of one's own now; it is needed only after the rollouts of the first step."""
+    path = config.algorithm.adv_estimator
+    if ":" not in path:
+        return  # the rule "known estimator" knows the names
+    try:
+        if not callable(import_object(path, "advantage estimator")):
+            raise ConfigError("is not a function")
+    except ConfigError as error:
+        problems.append(Problem("algorithm.adv_estimator", path, str(error), "set gae, grpo or module:function"))
 
 
 def _validate(model: type[Model], values: dict[str, Any], problems: list[Problem]) -> Model:
     """Validate; note every mistake, and return the model with the mistaken keys at their defaults."""
     remaining = values
+    for problem in list(truth_values(remaining, model)):
+        problems.append(problem)
+        remove(remaining, problem.key)
     for _ in range(8):
         try:
             return model.model_validate(remaining)

@@ -106,10 +106,35 @@ def problems_of(error: ValidationError, model: type[BaseModel], values: Mapping[
         else:
             problem = Problem(key or model.__name__, value, _rule(item), _fix(key, model))
         if problem.key in found:
-            merged = f"{found[problem.key].rule}, or {problem.rule}"
+            earlier = found[problem.key].rule
+            merged = earlier if problem.rule in earlier.split(", or ") else f"{earlier}, or {problem.rule}"
             problem = Problem(problem.key, value, merged, problem.fix)
         found[problem.key] = problem
     return list(found.values())
+
+
+def truth_values(values: Mapping[str, Any], model: type[BaseModel], prefix: str = "") -> Iterator[Problem]:
+    """Yield a Problem for every ``true`` or ``false`` where a number is meant; pydantic would read 1 or 0."""
+    for name, field in model.model_fields.items():
+        value, section = values.get(name), section_of(field.annotation)
+        if section is not None:
+            if isinstance(value, Mapping):
+                yield from truth_values(value, section, f"{prefix}{name}.")
+        elif any(isinstance(item, bool) for item in (value if isinstance(value, list) else [value])):
+            kinds = set(_plain_types(field.annotation))
+            if kinds & {int, float} and not kinds & {bool, Any}:
+                yield Problem(f"{prefix}{name}", value, "must be a number, not true or false", _fix(name, model))
+
+
+def _plain_types(annotation: Any) -> Iterator[Any]:
+    """Yield the types that a value or an item of it may have."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        yield from _plain_types(typing.get_args(annotation)[0])
+    elif typing.get_origin(annotation) is not typing.Literal and (arguments := typing.get_args(annotation)):
+        for argument in arguments:
+            yield from _plain_types(argument)
+    elif typing.get_origin(annotation) is None:
+        yield annotation
 
 
 def all_paths(model: type[BaseModel], prefix: str = "") -> list[str]:

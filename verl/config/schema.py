@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from verl.config.base import Paths, Section
+from verl.config.base import Decay, Paths, Section, Seed
 
 DType = Literal["float32", "bfloat16"]
 
@@ -75,7 +75,7 @@ class OptimConfig(Section):
 
     lr: PositiveFloat = 1e-6
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     """AdamW's moment decays."""
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay."""
@@ -303,7 +303,7 @@ class TrainerConfig(Section):
     """Steps by which rollouts may lag behind the policy. Ours."""
     resume: str = "auto"
     """``auto`` (an unfinished run in ``default_local_dir``), ``never``, or the path of a checkpoint. Ours."""
-    seed: int = Field(1, ge=0)
+    seed: Seed = 1
     """Seeds everything."""
     logger: tuple[Literal["console", "tensorboard", "wandb"], ...] = ("console",)
     """Sinks beside ``metrics.jsonl``, which is always written."""
@@ -325,7 +325,7 @@ class JobConfig(Section):
 
     build_world: bool = False
     """Build the synthetic world and its conversations first."""
-    world_seed: int = Field(0, ge=0)
+    world_seed: Seed = 0
     """Seed of the world; the shipped model was measured on that of 0."""
     prepare_model: Literal["smollm2"] | None = None
     """Convert this packaged model into ``actor_rollout_ref.model.path`` first."""

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from verl.config.base import Paths, Section
+from verl.config.base import Decay, Paths, Section, Seed
 from verl.config.schema import DType, FsdpConfig
 
 
@@ -64,7 +64,7 @@ class SftOptimConfig(Section):
     """Peak learning rate of AdamW."""
     muon_lr: PositiveFloat = 0.01
     """Peak learning rate of Muon. Ours."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     """AdamW's moment decays."""
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay."""
@@ -103,7 +103,7 @@ class SftTrainerConfig(Section):
     """Steps between console lines; ``metrics.jsonl`` has every step."""
     logger: tuple[Literal["console", "tensorboard", "wandb"], ...] = ("console",)
     """Sinks beside ``metrics.jsonl``, which is always written."""
-    seed: int = Field(1, ge=0)
+    seed: Seed = 1
     """Seeds initialisation and order."""
     threads: NonNegativeInt = 0
     """Compute threads on a CPU machine; 0: torch's default. Ours."""
