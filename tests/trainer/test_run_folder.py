@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from verl.config import load_config
 from verl.errors import CheckpointError, ConfigError, ResourceError
 from verl.tracking import MetricsFile, write_atomically
 from verl.trainer.checkpoint import CheckpointStore, TrainerState
-from verl.trainer.run_folder import RunFolder, check_free_space, config_hash, open_run, remove_later
+from verl.trainer.run_folder import RunFolder, check_free_space, check_writable, config_hash, open_run, remove_later
+from verl.trainer.session import run_session
 
 CONFIG = {"trainer.seed": 1, "trainer.total_training_steps": 4, "data.train_files": ("a.jsonl",)}
 
@@ -151,6 +153,19 @@ def test_a_disk_without_room_for_one_checkpoint_is_refused_at_start(tmp_path: Pa
     check_free_space(tmp_path / "not" / "yet", 1)
     with pytest.raises(ResourceError, match=r"are free, one checkpoint needs about"):
         check_free_space(tmp_path / "not" / "yet", 2**60)
+
+
+def test_a_folder_that_cannot_be_written_is_refused_at_start(tmp_path: Path) -> None:
+    check_writable(tmp_path / "not" / "yet", "trainer.default_local_dir")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / ("n" * 300), Path("/proc/nothing")):
+        with pytest.raises(ResourceError, match=f"save_val_dir={path}: cannot be written"):
+            check_writable(path, "save_val_dir")
+    good, bad = f"trainer.default_local_dir={tmp_path / 'run'}", f"trainer.default_local_dir={tmp_path / 'file'}"
+    for overrides in ([bad], [good, "save_val=true", "save_val_dir=/proc/nothing"]):
+        with pytest.raises(ResourceError, match=f"{overrides[-1]}: cannot be written"):
+            run_session(load_config("tiny_ppo", overrides), "tiny_ppo")
 
 
 @pytest.mark.parametrize("name", ["run.json", "config.json"])

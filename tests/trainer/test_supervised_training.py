@@ -154,3 +154,13 @@ def test_check_shows_the_configuration_and_trains_nothing(
     assert main_sft.main([*settings(model, rows, tmp_path / "out"), "--check"]) == 0
     assert json.loads(capsys.readouterr().out)["optim"]["lr"] == 0.003
     assert not (tmp_path / "out").exists()
+
+
+def test_a_file_where_the_run_folder_should_be_is_named(
+    model: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").write_text("")
+    assert main_sft.main(settings(model, rows, tmp_path / "out")) == 2
+    assert (
+        f"trainer.default_local_dir={tmp_path / 'out'}: cannot be written (Not a directory)" in capsys.readouterr().err
+    )

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import re
+import tempfile
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -214,6 +215,20 @@ def remove_later(folder: Path, step: int) -> None:
 def write_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     """Write a JSONL file atomically."""
     write_atomically(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+
+
+def check_writable(path: Path, key: str) -> None:
+    """Raise ResourceError naming ``key`` when nothing can be written into the folder; leaves nothing behind."""
+    try:
+        existing = path
+        while not existing.exists():
+            existing = existing.parent
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise ResourceError(
+            f"{key}={path}: cannot be written ({error.strerror}); name a folder that can be, or correct what is there"
+        ) from error
 
 
 def check_free_space(path: Path, need_bytes: int) -> None:

@@ -26,7 +26,7 @@ from verl.trainer.evaluate import Evaluator, MeasuresBounds, read_trajectories
 from verl.trainer.loop import Parts, TrainingLoop
 from verl.trainer.models import WorkerModels, spawn_models, weights_folder
 from verl.trainer.report import write_report
-from verl.trainer.run_folder import RunFolder, check_free_space, config_hash, open_run
+from verl.trainer.run_folder import RunFolder, check_free_space, check_writable, config_hash, open_run
 from verl.trainer.summary import Summary, source_commit, text_table, versions
 from verl.types import Cluster, Prompt, Task, Trajectory
 from verl.workers.models import load_tokenizer
@@ -43,6 +43,9 @@ def run_session(config: RunConfig, recipe: str) -> Path:
     """Run to the end and return the path of ``summary.json``. A stop signal raises SystemExit after saving."""
     watch = Stopwatch()
     base = Path(config.trainer.default_local_dir)
+    check_writable(base, "trainer.default_local_dir")
+    if config.save_val and config.save_val_dir is not None:
+        check_writable(Path(config.save_val_dir), "save_val_dir")
     check_free_space(base, _checkpoint_bytes(config))
     with watch.phase("startup"):
         model = config.actor_rollout_ref.model

@@ -22,6 +22,7 @@ from verl.data.prompts import Stream
 from verl.data.supervised import RowFormat, load_rows
 from verl.errors import CheckpointError
 from verl.tracking import RunInfo, Tracker, write_atomically
+from verl.trainer.run_folder import check_writable
 from verl.workers import device as devices
 from verl.workers.device import Device
 from verl.workers.engine import Engine, EngineSpec
@@ -53,6 +54,7 @@ class SftTrainer:
         self.config = config
         self.device = device
         self.folder = Path(config.trainer.default_local_dir)
+        check_writable(self.folder, "trainer.default_local_dir")
         tokenizer = load_tokenizer(config.model.partial_pretrain, config.model.trust_remote_code)
         form = RowFormat(**{name: getattr(config.data, name) for name in RowFormat.__dataclass_fields__})
         rows = load_rows(config.data.train_files, tokenizer, form)
