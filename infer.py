@@ -16,14 +16,15 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from search_r1.chat import Conversation, Decoding, Transcript
+from search_r1.chat import Conversation, Decoding, Transcript, is_text
 from search_r1.codec import Codec
 from search_r1.config import EpisodeSettings, RetrieverConfig
 from search_r1.episode import EpisodeTools
@@ -105,9 +106,11 @@ def read_history(path: Path) -> list[str]:
     Raises DataError naming the file and what is wrong.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise DataError(f"--history {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"--history {path}: not UTF-8 (byte {error.start}); save it as UTF-8") from None
     history = _history_json(text, path) if text.lstrip().startswith("[") else _history_lines(text, path)
     if len(history) % 2:
         raise DataError(f"--history {path}: must end with an answer; found {len(history)} entries")
@@ -121,6 +124,10 @@ def _history_json(text: str, path: Path) -> list[str]:
         raise DataError(f"--history {path}: not JSON: {error}") from None
     if not all(isinstance(item, str) for item in history):
         raise DataError(f"--history {path}: must be a list of strings: question, answer, question, answer ...")
+    if not all(is_text(item) for item in history):
+        raise DataError(
+            f"--history {path}: holds half of a surrogate pair (\\ud800 to \\udfff); write whole characters"
+        )
     return list(history)
 
 
@@ -223,7 +230,10 @@ async def talk(options: argparse.Namespace, recipe: Recipe, url: str, history: S
             return
         _write(f"Model {options.model}. Ask; an empty line or Ctrl-D ends the chat.\n")
         while question := await asyncio.to_thread(_read_line):
-            await answer(question)
+            try:
+                await answer(question)
+            except DataError as error:  # the conversation goes on without this question
+                _write(f"error: {error}\n")
     finally:
         await client.close()
         engine.close()
@@ -241,19 +251,51 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
+def _number(kind: type[int] | type[float], accepts: Callable[[Any], bool], rule: str) -> Callable[[str], Any]:
+    """Return an argument's type: a number of this kind that is accepted; anything else is answered with the rule."""
+
+    def read(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not accepts(value):
+            raise argparse.ArgumentTypeError(f"{text!r} {rule}")
+        return value
+
+    return read
+
+
+def _question(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("is empty; leave it out to begin a chat")
+    return text
+
+
+def _address(text: str) -> str:
+    try:
+        return RetrieverConfig(url=text).url
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no address; expected http://HOST:PORT/retrieve") from None
+
+
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--question", help="ask this and end; without it a chat begins")
+    parser.add_argument("--question", type=_question, help="ask this and end; without it a chat begins")
     parser.add_argument("--history", type=Path, help="file with earlier turns: JSON list, or User:/Assistant: lines")
     parser.add_argument("--model", type=Path, help="model folder (safetensors and tokenizer)")
-    parser.add_argument("--retriever-url", help="address of a /retrieve route")
+    parser.add_argument("--retriever-url", type=_address, help="address of a /retrieve route")
     parser.add_argument("--api-key-env", help="environment variable that holds the service's bearer token")
     parser.add_argument("--config-name", help="recipe of configs/ to take prompt form and limits from")
     parser.add_argument("--template", choices=TEMPLATES.names(), help="prompt form, instead of the recipe's")
-    parser.add_argument("--topk", type=int, help="passages per search, instead of the recipe's")
-    parser.add_argument("--max-turns", type=int, help="searches allowed, instead of the recipe's")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    parser.add_argument("--top-p", type=float, default=1.0)
+    passages = _number(int, lambda n: n >= 1, "must be a whole number of at least 1")
+    parser.add_argument("--topk", type=passages, help="passages per search, instead of the recipe's")
+    turns = _number(int, lambda n: n >= 0, "must be a whole number of at least 0")
+    parser.add_argument("--max-turns", type=turns, help="searches allowed, instead of the recipe's")
+    heat = _number(float, lambda x: x >= 0 and math.isfinite(x), "must be a number of at least 0")
+    parser.add_argument("--temperature", type=heat, default=0.0, help="0 is greedy (default)")
+    share = _number(float, lambda x: 0 < x <= 1, "must be above 0 and at most 1")
+    parser.add_argument("--top-p", type=share, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(arguments)
 

@@ -50,7 +50,9 @@ class Conversation:
     async def ask(
         self, question: str, generate: Generate, observer: Callable[[Event], None] | None = None
     ) -> Trajectory:
-        """Answer a question in the light of the history; raises DataError when it is longer than the model may read."""
+        """Answer a question in the light of the history; raises DataError when the model cannot read it whole."""
+        if not is_text(question):
+            raise DataError("the question holds bytes that are no UTF-8; write it in UTF-8")
         question = as_question(question)
         turn = len(self.history) // 2 + 1
         row = Row(qid=f"turn-{turn}", question=question, answers=("",), history=tuple(self.history))
@@ -68,6 +70,11 @@ class Conversation:
         trajectory = await run_episode(prompt, generate, context, replace(self._tools, observer=observer))
         self.history += [question, trajectory.prediction or NO_ANSWER]
         return trajectory
+
+
+def is_text(text: str) -> bool:
+    """Return whether the text is whole: no half of a surrogate pair, as broken UTF-8 on a command line leaves them."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def as_question(text: str) -> str:

@@ -92,6 +92,45 @@ def test_history_is_kept_and_shown_to_the_model() -> None:
     assert room.conversation.history[-2:] == ["Why?", "unanswerable"]
     with pytest.raises(DataError, match="too long"):
         room.ask("why " * 200)
+    with pytest.raises(DataError, match="no UTF-8"):
+        room.ask("caf\udce9?")
+    assert room.conversation.history[-2:] == ["Why?", "unanswerable"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-turns", "-1"], "--max-turns: '-1' must be a whole number of at least 0"),
+        (["--topk", "0"], "--topk: '0' must be a whole number of at least 1"),
+        (["--topk", "three"], "--topk: 'three' must be"),
+        (["--retriever-url", "foo"], "--retriever-url: 'foo' is no address"),
+        (["--top-p", "0"], "--top-p: '0' must be above 0 and at most 1"),
+        (["--top-p", "2"], "--top-p: '2' must be"),
+        (["--temperature", "nan"], "--temperature: 'nan' must be"),
+        (["--temperature", "inf"], "--temperature: 'inf' must be"),
+        (["--question", " "], "--question: is empty"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        infer.main(arguments)
+    assert caught.value.code == 2
+    assert f"error: argument {message}" in capsys.readouterr().err
+
+
+def test_a_question_that_cannot_be_read_does_not_end_the_chat(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    questions = iter(["why " * 4000, "caf\udce9?", ""])
+    monkeypatch.setattr(infer, "_read_line", lambda: next(questions))
+    monkeypatch.setattr("search_r1.search_client.SearchClient.start", lambda self: asyncio.sleep(0))
+    recipe = infer.recipe_of(infer.SHIPPED_MODEL, None)
+    options = infer._options(["--model", str(infer.SHIPPED_MODEL)])
+    asyncio.run(infer.talk(options, recipe, "http://127.0.0.1:9/retrieve", []))
+    written = capsys.readouterr().out
+    assert "error: the question is too long" in written and "error: the question holds bytes" in written
 
 
 def test_a_question_asked_is_the_episode_of_an_evaluation(tmp_path: Path) -> None:
@@ -141,10 +180,16 @@ def test_history_files(tmp_path: Path) -> None:
         ("User: Who?\nUser: When?\n", r"talk:2: expected a line 'Assistant: \.\.\.', found 'User: When\?'"),
         ("[1, 2]", "list of strings"),
         ("[oops", "not JSON"),
+        (r'["Who?", "\ud800"]', "half of a surrogate pair"),
     ):
         path.write_text(text)
         with pytest.raises(DataError, match=message):
             infer.read_history(path)
+    path.write_bytes(b'\xef\xbb\xbf["Who?", "Ann."]')
+    assert infer.read_history(path) == ["Who?", "Ann."]
+    path.write_bytes(b"User: Wh\xff?\n")
+    with pytest.raises(DataError, match=r"talk: not UTF-8 \(byte 8\)"):
+        infer.read_history(path)
     with pytest.raises(DataError, match="No such file"):
         infer.read_history(tmp_path / "none")
 
