@@ -168,13 +168,19 @@ def test_a_folder_that_cannot_be_written_is_refused_at_start(tmp_path: Path) -> 
             run_session(load_config("tiny_ppo", overrides), "tiny_ppo")
 
 
-@pytest.mark.parametrize("name", ["run.json", "config.json"])
-def test_a_damaged_record_of_the_run_is_named(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("run.json", "{"), ("run.json", "{}"), ("run.json", "[]"), ("config.json", "{"), ("config.json", "[]")],
+)
+def test_a_damaged_record_of_the_run_is_named_and_nothing_is_cut(tmp_path: Path, name: str, content: str) -> None:
     folder = begin(tmp_path / "run").path
     save(folder, 1)
-    (folder / name).write_text("{")
+    save(folder, 2)
+    finish(folder)
+    (folder / name).write_text(content)
     with pytest.raises(CheckpointError, match=rf"{name}: damaged"):
-        begin(tmp_path / "run")
+        begin(tmp_path / "run", str(folder / "global_step_1"))
+    assert (folder / "summary.json").exists() and (folder / "global_step_2" / "COMPLETE").exists()
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_again_in_silence(tmp_path: Path) -> None:

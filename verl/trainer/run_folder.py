@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 from verl.errors import CheckpointError, ConfigError, ResourceError
 from verl.tracking import MetricsFile, write_atomically
@@ -83,9 +83,10 @@ def open_run(
         if restored is not None:
             _check_frozen(path, restored, config)
             check(restored)
+        run_id = _identity(path)
         _cut_back(path, restored.step if restored is not None else None, keep)
         write_atomically(path / "config.json", json.dumps(dict(config), indent=1, sort_keys=True))
-        return RunFolder(path, _identity(path), restored, lock)
+        return RunFolder(path, run_id, restored, lock)
     except BaseException:
         lock.close()
         raise
@@ -159,7 +160,9 @@ def _identity(path: Path) -> str:
     source = path / _IDENTITY
     if not source.exists():
         write_atomically(source, json.dumps({"run_id": uuid.uuid4().hex[:12]}))
-    run_id: str = _read_object(source)["run_id"]
+    run_id = _read_object(source).get("run_id")
+    if not isinstance(run_id, str):
+        raise _damaged(source, "no run_id")
     return run_id
 
 
@@ -167,10 +170,16 @@ def _read_object(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path}: damaged ({error}); restore it, or begin a new run with another trainer.default_local_dir"
-        ) from error
-    return cast(dict[str, Any], value)
+        raise _damaged(path, str(error)) from error
+    if not isinstance(value, dict):
+        raise _damaged(path, "no JSON object")
+    return value
+
+
+def _damaged(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: damaged ({reason}); restore it, or begin a new run with another trainer.default_local_dir"
+    )
 
 
 def _is_free(key: str) -> bool:
