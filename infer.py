@@ -30,7 +30,7 @@ from search_r1.config import EpisodeSettings, RetrieverConfig
 from search_r1.episode import EpisodeTools
 from search_r1.prompts import TEMPLATES, PromptBuilder
 from search_r1.search_client import SearchClient
-from verl.errors import ChatR1Error, DataError, RetrievalError
+from verl.errors import ChatR1Error, DataError, ModelError, RetrievalError
 
 ROOT = Path(__file__).resolve().parent
 SHIPPED_MODEL = ROOT / "assets" / "tiny"
@@ -98,6 +98,12 @@ def newest_model() -> Path:
     exports = [path.parent for path in Path("runs").glob("*/global_step_*/hf/config.json")]
     complete = [path for path in exports if (path.parent / "COMPLETE").is_file()]
     return max(complete, key=lambda path: (path / "config.json").stat().st_mtime, default=SHIPPED_MODEL)
+
+
+def check_model(model: Path) -> None:
+    """Raise ModelError for a folder that is not there, before a service is started; ``owner/name`` is a hub's."""
+    if not model.is_dir() and (model.exists() or len(model.parts) != 2 or model.is_absolute()):
+        raise ModelError(f"--model {model}: there is no such folder; name one with a model's config.json in it")
 
 
 def read_history(path: Path) -> list[str]:
@@ -305,6 +311,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     try:
         options.model = options.model or newest_model()
+        check_model(options.model)
         recipe = recipe_of(options.model, options.config_name)
         overrides = {"template": options.template, "max_turns": options.max_turns}
         recipe = Recipe(**{**vars(recipe), **{name: value for name, value in overrides.items() if value is not None}})

@@ -230,6 +230,8 @@ def test_unreachable_service_is_a_named_error(tmp_path: Path, capsys: pytest.Cap
     history.write_text("nobody: hm\n")
     assert infer.main(["--model", str(tmp_path), "--history", str(history)]) == 2
     assert "talk:1: expected a line 'User: ...'" in capsys.readouterr().err
+    assert infer.main(["--model", str(tmp_path / "none"), "--question", "Who?"]) == 2
+    assert f"--model {tmp_path / 'none'}: there is no such folder" in capsys.readouterr().err
     recipe = infer.Recipe(url="http://127.0.0.1:9/retrieve")
     with pytest.raises(infer.RetrievalError, match="--retriever-url"), infer.retrieval(recipe, None):
         pass
