@@ -24,12 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from search_r1.chat import Conversation, Decoding, Transcript, is_text
+from search_r1.chat import Conversation, Decoding, Transcript
 from search_r1.codec import Codec
 from search_r1.config import EpisodeSettings, RetrieverConfig
 from search_r1.episode import EpisodeTools
 from search_r1.prompts import TEMPLATES, PromptBuilder
 from search_r1.search_client import SearchClient
+from search_r1.whole_text import HALF_A_PAIR, is_whole
 from verl.errors import ChatR1Error, DataError, ModelError, RetrievalError
 
 ROOT = Path(__file__).resolve().parent
@@ -130,10 +131,8 @@ def _history_json(text: str, path: Path) -> list[str]:
         raise DataError(f"--history {path}: not JSON: {error}") from None
     if not all(isinstance(item, str) for item in history):
         raise DataError(f"--history {path}: must be a list of strings: question, answer, question, answer ...")
-    if not all(is_text(item) for item in history):
-        raise DataError(
-            f"--history {path}: holds half of a surrogate pair (\\ud800 to \\udfff); write whole characters"
-        )
+    if not all(is_whole(item) for item in history):
+        raise DataError(f"--history {path}: {HALF_A_PAIR}; write whole characters")
     return list(history)
 
 

@@ -173,13 +173,14 @@ def check_ranking(index: Path, corpus: Path, k: int, n_queries: int = 200) -> No
     from retrieval_server.analyzer import Analyzer
     from retrieval_server.backends.bm25 import Bm25Retriever
     from retrieval_server.manifest import read_manifest, resolve_index
+    from retrieval_server.specs import Bm25Spec
     from retrieval_server.types import LoadProgress
 
     folder = resolve_index(index)
     parameters = read_manifest(folder).parameters
     analyzer = Analyzer(parameters["stopwords"], parameters["stemmer"])
     direct = bm25s.BM25.load(str(folder), mmap=True)
-    ours = Bm25Retriever.load(index, corpus, LoadProgress(), "sampled")
+    ours = Bm25Retriever.load(Bm25Spec(index_path=index, corpus_path=corpus, verify="sampled"), LoadProgress())
     stream = synthetic.queries(synthetic.sample_texts(corpus), seed=99)
     for query in (next(stream) for _ in range(n_queries)):
         terms = [term for term in analyzer.terms(query) if term in direct.vocab_dict]

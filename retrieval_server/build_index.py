@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from retrieval_server import selftest
-from retrieval_server.backends import BUILDERS, PLANNERS, load, pick
+from retrieval_server.backends import INDEX_KINDS, builder, load, pick, planner
 from retrieval_server.building import BuildPlan
 from retrieval_server.encode_options import FAMILY_NAMES, EncodeOptions
 from retrieval_server.errors import RetrievalServerError, SettingsError
@@ -79,13 +79,13 @@ def _pick_kind(options: argparse.Namespace) -> tuple[str, EncodeOptions | None]:
     """Return the kind of index for --retrieval_method: any name that is no other kind is an encoder's."""
     method = options.retrieval_method
     given = {name: getattr(options, name) for name in _ENCODER_FIELDS if hasattr(options, name)}
-    if method in BUILDERS and method != "dense":
+    if method in INDEX_KINDS and method != "dense":
         if given:
             flags = ", ".join(f"--{name}" for name in given)
             logger.warning("%s has no encoder: no effect of %s", method, flags)
         return method, None
     if "model_path" not in given:
-        pick({**BUILDERS, **dict.fromkeys(FAMILY_NAMES)}, method, "--retrieval_method")
+        pick(dict.fromkeys((*INDEX_KINDS, *FAMILY_NAMES)), method, "--retrieval_method")
         raise SettingsError(f"--retrieval_method {method} encodes the passages: name the encoder with --model_path")
     return "dense", EncodeOptions(method=method, **given)
 
@@ -130,10 +130,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             workers=options.workers,
         )
         if options.plan or options.plan_passages is not None:
-            estimate = PLANNERS[kind](plan, options.plan_passages)
+            estimate = planner(kind)(plan, options.plan_passages)
             sys.stdout.write("\n".join(estimate.lines(options.retrieval_method, plan.folder(kind))) + "\n")
             return 0
-        manifest = BUILDERS[kind](plan)
+        manifest = builder(kind)(plan)
         if options.selftest:
             _selftest(plan.folder(kind), manifest, options.corpus_path, options.selftest_bound)
     except RetrievalServerError as error:

@@ -1,6 +1,6 @@
 """What to serve, as data: one frozen model per backend. Flags and YAML both become one of these.
 
-Nothing heavy is imported here; ``backends.LOADERS`` turns a spec into a retriever.
+Nothing heavy is imported here; ``backends.load`` turns a spec into a retriever.
 """
 
 from __future__ import annotations

@@ -197,26 +197,24 @@ def environment() -> dict[str, str]:
 
 
 def start_service(config: RunConfig, url: Url) -> RetrievalService:
-    """Start the service of the job's index and return it, ready. Two jobs that chose the same free port get two."""
-    for last in (False, False, True):
-        service = RetrievalService(
-            url, index_folder(config), Path(str(config.job.corpus_path)), config.task_config.retriever.topk,
-            log=Path(config.job.cache_dir) / "logs" / f"retrieval-{url.port}.log", env=environment(),
-        )  # fmt: skip
-        try:
-            service.start(config.task_config.retriever.start_timeout_s)
-        except PortTakenError:
-            service.stop()
-            if last or url.explicit:
-                raise
-            url.reserve()
-        except BaseException:
-            service.stop()
+    """Start the service of the job's index and return it, ready."""
+    service = RetrievalService(
+        url, index_folder(config), Path(str(config.job.corpus_path)), config.task_config.retriever.topk,
+        log=Path(config.job.cache_dir) / "logs" / f"retrieval-{url.port}.log", env=environment(),
+    )  # fmt: skip
+    try:
+        service.start(config.task_config.retriever.start_timeout_s)
+    except PortTakenError:
+        service.stop()
+        if url.explicit:
             raise
-        else:
-            say(f"the retrieval service listens on port {url.port}")
-            return service
-    raise AssertionError("the last try returns or raises")
+        url.reserve()  # two jobs chose the same free port: the other one has it now
+        return start_service(config, url)
+    except BaseException:
+        service.stop()
+        raise
+    say(f"the retrieval service listens on port {url.port}")
+    return service
 
 
 def run_trainer(request: Request, service: RetrievalService | None) -> tuple[int, str]:

@@ -14,6 +14,7 @@ from search_r1.datasets.rows import Row
 from search_r1.episode import EpisodeTools, Event, run_episode
 from search_r1.prompts import PromptBuilder
 from search_r1.tags import ANSWER, INFORMATION, SEARCH, TAG_PATTERN, THINK
+from search_r1.whole_text import is_whole
 from verl.errors import DataError
 from verl.types import EpisodeContext, Generate, Prompt, StopReason, Trajectory, episode_seed
 
@@ -51,7 +52,7 @@ class Conversation:
         self, question: str, generate: Generate, observer: Callable[[Event], None] | None = None
     ) -> Trajectory:
         """Answer a question in the light of the history; raises DataError when the model cannot read it whole."""
-        if not is_text(question):
+        if not is_whole(question):
             raise DataError("the question holds bytes that are no UTF-8; write it in UTF-8")
         question = as_question(question)
         turn = len(self.history) // 2 + 1
@@ -70,11 +71,6 @@ class Conversation:
         trajectory = await run_episode(prompt, generate, context, replace(self._tools, observer=observer))
         self.history += [question, trajectory.prediction or NO_ANSWER]
         return trajectory
-
-
-def is_text(text: str) -> bool:
-    """Return whether the text is whole: no half of a surrogate pair, as broken UTF-8 on a command line leaves them."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def as_question(text: str) -> str:

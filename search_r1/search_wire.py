@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from search_r1.whole_text import HALF_A_PAIR, is_whole
 from verl.types import Document
 
 _PADDING_SCORE = -3e38
@@ -70,20 +71,9 @@ def parse_document(item: Any) -> Document:
         title, text = split_contents(document["contents"])
     else:
         raise ValueError(f"document {identity!r} has no text in 'contents'")
-    if not all(map(_is_unicode, (identity, title, text))):
-        raise ValueError(f"document {identity!r} holds half of a surrogate pair (\\ud800 to \\udfff)")
+    if not all(map(is_whole, (identity, title, text))):
+        raise ValueError(f"document {identity!r} {HALF_A_PAIR}")
     return Document(identity, title, text, score)
-
-
-def _is_unicode(text: str) -> bool:
-    """False for text with half a surrogate pair, which JSON can carry, but no tokenizer and no file takes."""
-    if text.isascii():
-        return True
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _score(value: Any) -> float | None:

@@ -1,13 +1,14 @@
 """The tables of what can be served and what can be built: one row per backend.
 
-Each row imports its backend when it is used, so that serving one needs the libraries of no other.
+A row names its backend, which is imported when it is used, so that serving one needs the libraries of no other.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from importlib import import_module
+from typing import Any, TypeVar, cast
 
 from retrieval_server.building import BuildPlan
 from retrieval_server.errors import SettingsError
@@ -19,92 +20,46 @@ from retrieval_server.types import LoadProgress, Retriever
 T = TypeVar("T")
 
 
-def _load_bm25(spec: Any, progress: LoadProgress) -> Retriever:
-    from retrieval_server.backends.bm25 import Bm25Retriever
+Build = Callable[[BuildPlan], Manifest]
+Plan = Callable[[BuildPlan, int | None], Estimate]
 
-    return Bm25Retriever.load(spec.index_path, spec.corpus_path, progress, spec.verify)
-
-
-def _load_lucene(spec: Any, progress: LoadProgress) -> Retriever:
-    from retrieval_server.backends.lucene import LuceneRetriever
-
-    return LuceneRetriever.load(spec, progress)
-
-
-def _load_web(spec: Any, progress: LoadProgress) -> Retriever:
-    from retrieval_server.backends.web.retriever import WebRetriever
-
-    return WebRetriever.load(spec, progress)
-
-
-def _load_dense(spec: Any, progress: LoadProgress) -> Retriever:
-    from retrieval_server.backends.dense import DenseRetriever
-
-    return DenseRetriever.load(spec, progress)
-
-
-def _build_bm25(plan: BuildPlan) -> Manifest:
-    from retrieval_server.backends.bm25_build import build
-
-    return build(plan)
-
-
-def _build_dense(plan: BuildPlan) -> Manifest:
-    from retrieval_server.backends.dense_build import build
-
-    return build(plan)
-
-
-def _load_hybrid(spec: Any, progress: LoadProgress) -> Retriever:
-    from retrieval_server.backends.hybrid import HybridRetriever
-
-    return HybridRetriever.load(spec, progress)
-
-
-def _load_rerank(spec: Any, progress: LoadProgress) -> Retriever:
-    from retrieval_server.backends.rerank import RerankRetriever
-
-    return RerankRetriever.load(spec, progress)
-
-
-def _load_proxy(spec: Any, progress: LoadProgress) -> Retriever:
-    from retrieval_server.backends.proxy import ProxyRetriever
-
-    return ProxyRetriever.load(spec, progress)
-
-
-LOADERS: Mapping[str, Callable[[Any, LoadProgress], Retriever]] = {
-    "bm25": _load_bm25,
-    "lucene": _load_lucene,
-    "dense": _load_dense,
-    "hybrid": _load_hybrid,
-    "rerank": _load_rerank,
-    "web": _load_web,
-    "proxy": _load_proxy,
+_RETRIEVERS = {
+    "bm25": "bm25.Bm25Retriever",
+    "lucene": "lucene.LuceneRetriever",
+    "dense": "dense.DenseRetriever",
+    "hybrid": "hybrid.HybridRetriever",
+    "rerank": "rerank.RerankRetriever",
+    "web": "web.retriever.WebRetriever",
+    "proxy": "proxy.ProxyRetriever",
 }
-"""Backend name -> function of its own kind of spec."""
-BUILDERS: Mapping[str, Callable[[BuildPlan], Manifest]] = {"bm25": _build_bm25, "dense": _build_dense}
+"""Backend -> the class below this package whose ``load(spec, progress)`` takes its own kind of spec."""
+_BUILDERS = {"bm25": "bm25_build.build", "dense": "dense_build.build"}
+"""Kind of index -> the function that builds it."""
+_PLANNERS = {"bm25": "bm25_plan.estimate", "dense": "dense_plan.estimate"}
+"""Kind of index -> the function that says what building it for so many passages (None: the corpus's) would take."""
 
-
-def _plan_bm25(plan: BuildPlan, passages: int | None) -> Estimate:
-    from retrieval_server.backends.bm25_plan import estimate
-
-    return estimate(plan, passages)
-
-
-def _plan_dense(plan: BuildPlan, passages: int | None) -> Estimate:
-    from retrieval_server.backends.dense_plan import estimate
-
-    return estimate(plan, passages)
-
-
-PLANNERS: Mapping[str, Callable[[BuildPlan, int | None], Estimate]] = {"bm25": _plan_bm25, "dense": _plan_dense}
-"""Kind of index -> what building it for so many passages (None: those of the corpus) would take."""
+INDEX_KINDS = tuple(_BUILDERS)
 
 
 def load(spec: Spec, progress: LoadProgress) -> Retriever:
     """Return the retriever that a spec describes, loaded and ready."""
-    return pick(LOADERS, spec.name, "backend")(spec, progress)
+    retriever: Retriever = _attribute(_RETRIEVERS[spec.name]).load(spec, progress)
+    return retriever
+
+
+def builder(kind: str) -> Build:
+    """Return the function that builds an index of one of ``INDEX_KINDS``."""
+    return cast(Build, _attribute(_BUILDERS[kind]))
+
+
+def planner(kind: str) -> Plan:
+    """Return the function that estimates the building of an index of one of ``INDEX_KINDS``."""
+    return cast(Plan, _attribute(_PLANNERS[kind]))
+
+
+def _attribute(place: str) -> Any:
+    module, _, name = place.rpartition(".")
+    return getattr(import_module(f"{__name__}.{module}"), name)
 
 
 def pick(table: Mapping[str, T], name: str, flag: str) -> T:

@@ -14,7 +14,8 @@ from retrieval_server.analyzer import Analyzer, stemmer_version
 from retrieval_server.backends.bm25_vocabulary import Vocabulary
 from retrieval_server.corpus import PassageStore
 from retrieval_server.errors import IndexFolderError
-from retrieval_server.manifest import Manifest, Verify, check_files, read_manifest, resolve_index, served_corpus
+from retrieval_server.manifest import Manifest, check_files, read_manifest, resolve_index, served_corpus
+from retrieval_server.specs import Bm25Spec
 from retrieval_server.types import Hit, LoadProgress
 
 KIND = "bm25"
@@ -58,15 +59,13 @@ class Bm25Retriever:
         bm25_kernel.warm_up(values, postings, indptr)
 
     @classmethod
-    def load(
-        cls, index_path: Path, corpus_path: Path | None, progress: LoadProgress, verify: Verify = "auto"
-    ) -> Bm25Retriever:
+    def load(cls, spec: Bm25Spec, progress: LoadProgress) -> Bm25Retriever:
         """Open an index and its corpus, checking both against the manifest; see ``manifest.served_corpus``.
 
         Raises IndexFolderError or CorpusError, with both values, for an index or a corpus that is truncated, damaged,
         foreign or of another pair.
         """
-        folder = resolve_index(index_path)
+        folder = resolve_index(spec.index_path)
         manifest = read_manifest(folder)
         if manifest.kind != KIND:
             raise IndexFolderError(f"{folder} is an index of kind {manifest.kind!r}, the retriever is {KIND!r}")
@@ -79,8 +78,8 @@ class Bm25Retriever:
             progress.update("checking index and corpus", 0.7 * hashed / total)
 
         progress.update("checking index and corpus", 0.0)
-        check_files(folder, manifest, verify, count)
-        passages_path = served_corpus(folder, manifest, corpus_path, verify, count)
+        check_files(folder, manifest, spec.verify, count)
+        passages_path = served_corpus(folder, manifest, spec.corpus_path, spec.verify, count)
         progress.update("checking that the arrays fit each other", 0.7)
         values, postings, indptr, starts, term_starts = (
             np.asarray(_load_array(folder / name)) for name in (VALUES, POSTINGS, INDPTR, STARTS, TERM_STARTS)

@@ -40,6 +40,7 @@ from retrieval_server.corpus import CorpusReader
 from retrieval_server.errors import CorpusError, SettingsError
 from retrieval_server.manifest import PASSAGES_NAME, Manifest, identify
 from retrieval_server.progress import Progress
+from retrieval_server.specs import Bm25Spec
 from retrieval_server.types import LoadProgress
 
 LAYOUT = 2
@@ -68,7 +69,8 @@ def build(plan: BuildPlan) -> Manifest:
 
     def check(folder: Path) -> None:
         # Also fills the kernel's compile cache.
-        Bm25Retriever.load(folder, plan.corpus_path, LoadProgress(), "full").close()
+        spec = Bm25Spec(index_path=folder, corpus_path=plan.corpus_path, verify="full")
+        Bm25Retriever.load(spec, LoadProgress()).close()
 
     return build_index(plan, KIND, parameters, partial(_write, plan), check)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from search_r1.whole_text import HALF_A_PAIR, is_whole
 from verl.errors import DataError
 
 
@@ -24,8 +25,8 @@ class Fields:
         """Return the value, None when missing; text in it must be valid Unicode, or it could not be written again."""
         value = self._record.get(name)
         for text in value if isinstance(value, list) else (value,):
-            if isinstance(text, str) and not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
-                raise self.fail(name, "holds half of a surrogate pair (\\ud800 to \\udfff), which is no valid Unicode")
+            if isinstance(text, str) and not is_whole(text):
+                raise self.fail(name, HALF_A_PAIR)
         return value
 
     def text(self, name: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from retrieval_server.backends.bm25 import Bm25Retriever
 from retrieval_server.building import BuildPlan
+from retrieval_server.specs import Bm25Spec
 from retrieval_server.types import Document, Hit, LoadProgress
 
 PASSAGES = [
@@ -37,7 +38,7 @@ def make_plan(corpus: Path, save_dir: Path, **changes: Any) -> BuildPlan:
 
 def open_index(index: Path, corpus: Path) -> Bm25Retriever:
     """Load as the server does."""
-    return Bm25Retriever.load(index, corpus, LoadProgress())
+    return Bm25Retriever.load(Bm25Spec(index_path=index, corpus_path=corpus), LoadProgress())
 
 
 class ScriptedRetriever:

@@ -92,28 +92,28 @@ class Checkpoint:
 
     def files(self) -> dict[str, int]:
         """Return relative path -> bytes as recorded when it was written; raises CheckpointError."""
-        recorded: dict[str, int] = self._marker()["files"]
-        return recorded
+        return {name: recorded["bytes"] for name, recorded in self._recorded().items()}
 
-    def _marker(self) -> dict[str, Any]:
-        marker = _read_json(self.path / _MARKER)
-        if not isinstance(marker.get("files"), dict):
-            raise CheckpointError(f"{self.path / _MARKER}: no list of files; use another checkpoint")
-        return marker
+    def _recorded(self) -> dict[str, dict[str, Any]]:
+        """Return relative path -> ``bytes`` and ``sha256`` of every file."""
+        recorded = _read_json(self.path / _MARKER).get("files")
+        if not isinstance(recorded, dict):
+            raise CheckpointError(f"{self.path / _MARKER}: damaged (no list of files); use another checkpoint")
+        return recorded
 
     def verify(self) -> None:
         """Raise CheckpointError when a file is missing or is not, byte for byte, what was written."""
-        marker = self._marker()
-        digests = marker.get("sha256", {})  # older checkpoints have none
-        for name, size in marker["files"].items():
+        for name, recorded in self._recorded().items():
             path = self.path / name
             if not path.is_file():
                 raise CheckpointError(f"{path}: missing, although the checkpoint was complete; use another one")
-            if path.stat().st_size != size:
-                raise CheckpointError(f"{path}: {path.stat().st_size} bytes, {size} when written; use another one")
-            if name in digests and (found := _sha256(path)) != digests[name]:
+            if path.stat().st_size != recorded["bytes"]:
                 raise CheckpointError(
-                    f"{path}: sha256 {found[:16]}, {digests[name][:16]} when written; use another checkpoint"
+                    f"{path}: {path.stat().st_size} bytes, {recorded['bytes']} when written; use another one"
+                )
+            if (found := _sha256(path)) != recorded["sha256"]:
+                raise CheckpointError(
+                    f"{path}: sha256 {found[:16]}, {recorded['sha256'][:16]} when written; use another one"
                 )
         self.state()
 
@@ -171,9 +171,7 @@ class CheckpointStore:
         try:
             write(path)
             write_atomically(path / _STATE, json.dumps(asdict(state), indent=1))
-            files = _sync_tree(path)
-            digests = {name: _sha256(path / name) for name in files}
-            marker = {"step": state.step, "files": files, "sha256": digests}
+            marker = {"step": state.step, "files": _sync_tree(path)}
             write_atomically(path / _MARKER, json.dumps(marker, indent=1))
         except BaseException as error:
             shutil.rmtree(path, ignore_errors=True)
@@ -272,9 +270,9 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync_tree(folder: Path) -> dict[str, int]:
-    """Flush every file to the disk; return relative path -> bytes."""
-    sizes = {}
+def _sync_tree(folder: Path) -> dict[str, dict[str, Any]]:
+    """Flush every file to the disk; return relative path -> ``bytes`` and ``sha256``."""
+    found = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             descriptor = os.open(path, os.O_RDONLY)
@@ -282,8 +280,8 @@ def _sync_tree(folder: Path) -> dict[str, int]:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-            sizes[path.relative_to(folder).as_posix()] = path.stat().st_size
-    return sizes
+            found[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    return found
 
 
 def _index_record(state: TrainerState, checkpoint: Checkpoint) -> dict[str, Any]:

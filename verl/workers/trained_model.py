@@ -5,6 +5,7 @@ Every method is called on all ranks with the same arguments, in the same order.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from verl.workers.engine import Engine, EngineSpec
 from verl.workers.optim import OptimSpec
 
 
-class TrainedModel:
+class TrainedModel(ABC):
     """``setup`` must be called first; the constructor only keeps its arguments, so that building a worker is cheap."""
 
     def __init__(self, config: Any, total_steps: int) -> None:
@@ -30,9 +31,9 @@ class TrainedModel:
             raise RuntimeError(f"{type(self).__name__}.setup was not called")
         return self._engine
 
+    @abstractmethod
     def spec(self) -> EngineSpec:
-        """Say what to load and how to train it."""
-        raise NotImplementedError
+        """Return what to load and how to train it."""
 
     def setup(self) -> None:
         """Join the group and load the model. Raises ModelError, ResourceError."""
