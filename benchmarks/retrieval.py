@@ -99,7 +99,8 @@ def start_reference(options: argparse.Namespace, arguments: Sequence[str]) -> Me
     """Start the reference with the thread setting that suits it best on few cores."""
     port = free_port()
     command = [sys.executable, str(ROOT / "benchmarks" / "reference_server.py"), *arguments, "--port", str(port)]
-    environment = {"OMP_NUM_THREADS": str(options.reference_threads), "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {"OMP_NUM_THREADS": str(options.reference_threads), "PYTHONPATH": path}
     return start("reference", command, port, Path(options.output) / "reference.log", environment, ROOT)
 
 
