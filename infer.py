@@ -43,6 +43,7 @@ class Recipe:
     """How a model was trained to be asked."""
 
     template: str = "chatr1"
+    native_thinking: str = "keep"
     history: str | int = "all"
     max_turns: int = 2
     do_search: bool = True
@@ -59,6 +60,7 @@ class Recipe:
 
 _KEYS = {
     "template": "data.template",
+    "native_thinking": "data.native_thinking",
     "history": "data.history",
     "max_turns": "max_turns",
     "do_search": "do_search",
@@ -219,7 +221,7 @@ async def talk(options: argparse.Namespace, recipe: Recipe, url: str, history: S
     if settings.do_search:
         await client.start()
     engine = HfEngine(str(options.model), dtype=recipe.dtype, max_num_seqs=1, max_model_len=settings.context_limit)
-    codec = Codec(engine.tokenizer)
+    codec = Codec(engine.tokenizer, recipe.native_thinking)
     builder = PromptBuilder(codec, recipe.template, recipe.history, settings.max_start_length)
     decoding = Decoding(options.temperature, options.top_p, options.seed)
     conversation = Conversation(builder, EpisodeTools(codec, settings, client), decoding, history)

@@ -18,8 +18,12 @@ class Codec:
     Model ids are decoded for reading only; they are never encoded again.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, native_thinking: str = "keep") -> None:
+        """``native_thinking="forbid"`` uses the template's own switch; raises ModelError when it has none."""
         self._tokenizer: Any = tokenizer
+        self._options: dict[str, Any] = {}
+        if native_thinking == "forbid":
+            self._forbid_thinking()
         tags = {f"<{slash}{tag}>" for tag in KNOWN_TAGS for slash in ("", "/")}
         special = set(getattr(tokenizer, "all_special_tokens", ()))
         # Turn markers are often added tokens without a role (bos, eos, pad), which the list above leaves out.
@@ -29,6 +33,22 @@ class Codec:
         self._foreign = tuple(sorted(token for token in controls if token.startswith("<") and token not in tags))
         # A tokenizer may hold the tags as special tokens; skipping special tokens would then erase the actions.
         self._skip_special = not any(token in tags for token in special)
+
+    def _forbid_thinking(self) -> None:
+        """Render with the template's switch, which opens and closes an empty thinking block in the model's place."""
+        probe = [{"role": "user", "content": "."}]
+        before = self.render(probe) if self.has_chat_template else ""
+        self._options = {"enable_thinking": False}
+        if not self.has_chat_template or self.render(probe) == before:
+            raise ModelError(
+                "data.native_thinking=forbid: the tokenizer's chat template has no switch that turns thinking off "
+                "(enable_thinking); set data.native_thinking=keep"
+            )
+
+    @property
+    def thinking_is_forbidden(self) -> bool:
+        """True when prompts are rendered with the template's thinking turned off."""
+        return bool(self._options)
 
     @property
     def has_chat_template(self) -> bool:
@@ -77,7 +97,7 @@ class Codec:
         """
         if not self.has_chat_template:
             return tuple(self._tokenizer.encode(messages[0]["content"], add_special_tokens=True))
-        return self.encode(self._render(messages))
+        return self.encode(self.render(messages))
 
     def encode_user_turn(self, text: str) -> tuple[int, ...]:
         """Encode what follows an end-of-sequence token when the environment speaks next: a user turn of the template.
@@ -86,7 +106,7 @@ class Codec:
         """
         if not self.has_chat_template:
             return self.encode(f"\n\n{text}\n\n")
-        rendered = self._render(
+        rendered = self.render(
             [
                 {"role": "user", "content": "."},
                 {"role": "assistant", "content": _MARK},
@@ -100,8 +120,12 @@ class Codec:
         # The sampled end-of-sequence token is already in the context; it must not stand there twice.
         return self.encode(tail.removeprefix(end_token) if end_token else tail)
 
-    def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def render(self, messages: Sequence[Mapping[str, str]], generation_prompt: bool = True) -> str:
+        """Return the text that the chat template makes of messages, by default up to where the model goes on."""
         rendered: str = self._tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            [dict(message) for message in messages],
+            tokenize=False,
+            add_generation_prompt=generation_prompt,
+            **self._options,
         )
         return rendered

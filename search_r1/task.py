@@ -22,8 +22,9 @@ from search_r1.rewards.formulas import ANSWER_METRICS, answer_metric, describe, 
 from search_r1.rewards.text import best
 from search_r1.rewards.view import EpisodeView, shown_text
 from search_r1.search_client import SearchClient
+from search_r1.template_check import check_template
 from verl.errors import ConfigError, DataError
-from verl.types import EpisodeContext, Generate, Prompt, Tokenizer, Trajectory
+from verl.types import EpisodeContext, Finding, Generate, Prompt, Tokenizer, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,8 @@ class SearchTask:
         """``search`` replaces the client of the retrieval service (tests, offline use)."""
         self._data = config.data
         self._config: SearchConfig = config.task_config
-        self._codec = Codec(tokenizer)
+        self._tokenizer = tokenizer
+        self._codec = Codec(tokenizer, self._data.native_thinking)
         self._settings = EpisodeSettings.from_config(config)
         needed = shell_tokens(self._codec)
         if self._config.do_search and self._settings.max_obs_length < needed:
@@ -145,6 +147,10 @@ class SearchTask:
             named = "; ".join(f"{path}: {sha[:16]}" for sha, path in found.items())
             raise DataError(f"the data files name different corpora ({named}); one service serves one corpus")
         return next(iter(found), None)
+
+    def check_template(self) -> list[Finding]:
+        """Return what the chat template does to the episodes' form (``main_audit``)."""
+        return check_template(self._codec, self._tokenizer)
 
     # -- scores -------------------------------------------------------------------------------------------------
 

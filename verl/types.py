@@ -442,6 +442,25 @@ class Task(Protocol):
         ...
 
 
+class Level(StrEnum):
+    """How grave a finding of an audit is."""
+
+    OK = "ok"
+    NOTE = "note"
+    """Harmless to what is trained, and worth knowing."""
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One answer of an audit. Example: ``Finding("turn end", Level.FAIL, "ends with '</s>'", "set eos_token")``."""
+
+    check: str
+    level: Level
+    detail: str
+    remedy: str = ""
+
+
 class WorkerGroup(Protocol):
     """N identical workers, rank 0..N-1, on some cluster. Errors of a worker are raised in the caller."""
 

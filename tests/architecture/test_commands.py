@@ -79,7 +79,7 @@ def check_module(module: str, arguments: list[str], line: str) -> None:
     if module.split(".")[0] in ("verl", "search_r1", "retrieval_server"):
         path = ROOT / module.replace(".", "/")
         assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), line
-    if module in ("verl.trainer.main_ppo", "verl.trainer.main_ppo_format", "verl.trainer.main_eval"):
+    if module in {f"verl.trainer.main_{name}" for name in ("ppo", "ppo_format", "eval", "audit")}:
         request = parse(["train", *arguments])
         recipe = request.recipe if "--config-name" in line else "ppo_trainer"
         preset = ["reward_model.preset=auto"] if module.endswith("format") else []

@@ -143,6 +143,7 @@ def test_a_question_asked_is_the_episode_of_an_evaluation(tmp_path: Path) -> Non
         val_data_num=None,
         prompt_key="prompt",
         template="compact",
+        native_thinking="keep",
         history="all",
         max_start_length=SETTINGS.max_start_length,
         max_prompt_length=SETTINGS.max_prompt_length,

@@ -59,6 +59,7 @@ def config(path: Path, task: dict[str, Any] | None = None, **data: Any) -> Any:
         "val_data_num": None,
         "prompt_key": "prompt",
         "template": "compact",
+        "native_thinking": "keep",
         "history": "all",
         "max_prompt_length": 1000,
         "max_response_length": 200,

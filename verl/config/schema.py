@@ -30,6 +30,10 @@ class DataConfig(Section):
     """Column of an already rendered prompt (published parquet rows)."""
     template: Literal["chatr1", "search_r1", "compact", "row"] = "chatr1"
     """How a conversation becomes a prompt; ``row`` uses the rendered prompt of the row as it is. Ours."""
+    native_thinking: Literal["keep", "forbid"] = "keep"
+    """Thinking that the model's own template knows (Qwen3). ``keep``: what the model thinks stays in the episode;
+    ``forbid``: the template's switch turns it off. Taking it out of earlier turns (strip) is what such templates do to
+    a finished conversation; an episode never does, since what is trained must be what was sampled. Ours."""
     history: Literal["all"] | NonNegativeInt = "all"
     """Turns of history shown to the model: ``all`` or the last n. Ours."""
     max_prompt_length: PositiveInt = 512
@@ -320,6 +324,19 @@ class ClusterConfig(Section):
     """Compute threads of a worker on a CPU machine."""
 
 
+class AuditConfig(Section):
+    """What ``verl.trainer.main_audit`` runs and how much it allows. Ours."""
+
+    episodes: PositiveInt = 64
+    """Episodes that are run and compared."""
+    split: Literal["train", "val"] = "val"
+    """Whose prompts."""
+    max_gap: PositiveFloat | None = None
+    """Nats between engine and trainer at any one token; null: 1e-4 where both compute in float32, else no limit."""
+    mean_gap: PositiveFloat = 0.05
+    """Mean nats between engine and trainer per token."""
+
+
 class JobConfig(Section):
     """What the launcher (``train_ppo.sh``) does around the training. Ours."""
 
@@ -357,6 +374,7 @@ class RunConfig(Section):
     trainer: TrainerConfig = TrainerConfig()
     cluster: ClusterConfig = ClusterConfig()
     job: JobConfig = JobConfig()
+    audit: AuditConfig = AuditConfig()
     task_config: Any = Field(None, exclude=True)
     """Filled by ``load_config``: the validated instance of the task's schema. Not a key."""
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from verl.config import describe, load_config
+from verl.config import RunConfig, describe, load_config
 from verl.errors import ChatR1Error, ConfigError
 from verl.trainer.checkpoint import is_disk_full
 
@@ -28,6 +28,24 @@ def main(arguments: Sequence[str] | None = None, defaults: Sequence[str] = ()) -
 
     ``defaults`` are overrides that any of the user's own may override again.
     """
+    return run_program(arguments, _train, defaults)
+
+
+def _train(config: RunConfig, recipe: str) -> int:
+    # Imported here, so that --check and configuration mistakes need no torch.
+    from verl.trainer.session import run_session
+
+    sys.stdout.write(f"{run_session(config, recipe)}\n")
+    return 0
+
+
+def run_program(
+    arguments: Sequence[str] | None, program: Callable[[RunConfig, str], int], defaults: Sequence[str] = ()
+) -> int:
+    """Load the configuration that the arguments name and call ``program(config, recipe name)``; errors become status 2.
+
+    With ``--check`` the configuration is shown instead.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
     set_up_logging()
     try:
@@ -36,12 +54,7 @@ def main(arguments: Sequence[str] | None = None, defaults: Sequence[str] = ()) -
         if check:
             sys.stdout.write(describe(config) + "\n")
             return 0
-        # Imported here, so that --check and configuration mistakes need no torch.
-        from verl.trainer.session import run_session
-
-        summary = run_session(config, recipe=Path(name).stem)
-        sys.stdout.write(f"{summary}\n")
-        return 0
+        return program(config, Path(name).stem)
     except ChatR1Error as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return 2
