@@ -5,8 +5,8 @@
 
 ``qid``, ``question`` and ``answers`` are required; ``history`` alternates question and answer, oldest first. Optional:
 ``conv_id``, ``turn_id`` (from 1), ``rewrite``, ``gold_passage_ids``, ``gold_text``, ``topic_shift``, ``kind`` (of
-question; evaluation is broken down by it), ``data_source`` and ``corpus_sha256`` (which corpus the passages come from;
-checked against the retrieval service).
+question), ``answerable``, ``dialogue_act`` (of the reference reply), ``data_source`` and ``corpus_sha256`` (which
+corpus the passages come from; checked against the retrieval service). Evaluation is broken down by the marks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 
 KEYS = [
     *("qid", "question", "answers", "history", "conv_id", "turn_id", "rewrite"),
-    *("gold_passage_ids", "gold_text", "topic_shift", "kind", "data_source", "corpus_sha256"),
+    *("gold_passage_ids", "gold_text", "topic_shift", "kind", "answerable", "dialogue_act"),
+    *("data_source", "corpus_sha256"),
 ]
 
 
@@ -76,6 +77,8 @@ def _row(fields: Fields) -> Row:
         gold_text=fields.text_or_none("gold_text"),
         topic_shift=fields.flag_or_none("topic_shift"),
         kind=fields.text_or_none("kind"),
+        answerable=fields.flag_or_none("answerable"),
+        dialogue_act=fields.text_or_none("dialogue_act"),
         data_source=fields.text_or_none("data_source") or DEFAULT_SOURCE,
         corpus_sha256=fields.text_or_none("corpus_sha256"),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from search_r1.datasets.jsonl import read_jsonl
@@ -31,10 +32,13 @@ def load_rows(paths: Sequence[str | Path], prompt_key: str = "prompt", limit: in
         prompt_key: column of the rendered prompt in parquet files.
         limit: keep a random subset of this many rows (always the same one), in file order; None keeps all.
 
-    Raises DataError naming file and line: a missing file, a malformed row, a ``qid`` that occurs twice, no rows.
+    Blank references are left out, and so are rows that have no other: an empty answer would be the right one. A
+    warning counts both. Raises DataError naming file and line: a missing file, a malformed row, a ``qid`` that occurs
+    twice, no rows.
     """
     rows: list[Row] = []
     places: dict[str, str] = {}
+    blank = _BlankReferences()
     for path in map(Path, paths):
         if path.suffix not in READERS:
             raise DataError(f"{path}: unknown kind of data file; known: {', '.join(READERS.names())}")
@@ -47,10 +51,41 @@ def load_rows(paths: Sequence[str | Path], prompt_key: str = "prompt", limit: in
                     "are named data_source:file:row, so give files of one source different names)"
                 )
             places[row.qid] = place
-            rows.append(row)
+            if (cleaned := blank.removed(row, place)) is not None:
+                rows.append(cleaned)
+    blank.report()
     if not rows:
-        raise DataError(f"{', '.join(map(str, paths)) or 'data files'}: no rows")
+        dropped = f" with a reference ({blank.rows} without)" if blank.rows else ""
+        raise DataError(f"{', '.join(map(str, paths)) or 'data files'}: no rows{dropped}")
     return _subset(rows, limit)
+
+
+class _BlankReferences:
+    """Takes blank references out of rows and counts what went."""
+
+    def __init__(self) -> None:
+        self.rows = self.references = 0
+        self._first = ""
+
+    def removed(self, row: Row, place: str) -> Row | None:
+        """Return the row without its blank references; None when nothing is left of them."""
+        answers = tuple(text for text in row.answers if text.strip())
+        if len(answers) == len(row.answers):
+            return row
+        self._first = self._first or place
+        self.references += len(row.answers) - len(answers)
+        self.rows += not answers
+        return replace(row, answers=answers) if answers else None
+
+    def report(self) -> None:
+        """Warn when anything was left out."""
+        if self.references:
+            logger.warning(
+                "%d blank references left out, and with them %d rows that have no other; the first at %s",
+                self.references,
+                self.rows,
+                self._first,
+            )
 
 
 def _subset(rows: list[Row], limit: int | None) -> list[Row]:

@@ -2,9 +2,9 @@
 
 Columns: ``data_source``, ``prompt`` (chat messages, with the conversation inside), ``question``, ``golden_answers``,
 ``reward_model.ground_truth.{target, rewrite, doc}``. ``target`` is what answers are scored against. Where files have
-them, ``history``, ``conv_id``, ``turn_id``, ``gold_passage_ids``, ``topic_shift`` and ``corpus_sha256`` are read as in
-our own format; without a history only ``data.template=row`` can be used. ``extra_info.index`` is not unique over merged
-files, so rows are named ``<data_source>:<file stem>:<position>``.
+them, the columns of our own format (``qid``, ``history``, ``gold_passage_ids``, ``topic_shift`` ...) are read as there;
+without a history only ``data.template=row`` can be used. ``extra_info.index`` is not unique over merged files, so rows
+without a ``qid`` are named ``<data_source>:<file stem>:<position>``.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _row(fields: Fields, position: str, prompt_key: str) -> Row:
     assert answers is not None
     has_history = fields.raw("history") is not None
     return Row(
-        qid=f"{source}:{position}",
+        qid=fields.identifier("qid") or f"{source}:{position}",
         question=fields.text("question"),
         answers=answers,
         history=fields.history("history") if has_history else None,
@@ -63,6 +63,9 @@ def _row(fields: Fields, position: str, prompt_key: str) -> Row:
         gold_passage_ids=fields.texts_or_none("gold_passage_ids"),
         gold_text=truth.text_or_none("doc"),
         topic_shift=fields.flag_or_none("topic_shift"),
+        kind=fields.text_or_none("kind"),
+        answerable=fields.flag_or_none("answerable"),
+        dialogue_act=fields.text_or_none("dialogue_act"),
         data_source=source,
         corpus_sha256=fields.text_or_none("corpus_sha256"),
         messages=_messages(fields, prompt_key),

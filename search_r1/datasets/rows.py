@@ -36,6 +36,10 @@ class Row:
     topic_shift: bool | None = None
     kind: str | None = None
     """Kind of question, where a dataset distinguishes any; evaluation is broken down by it."""
+    answerable: bool | None = None
+    """False where the source marks the question as not answerable (from its passages); None when it marks nothing."""
+    dialogue_act: str | None = None
+    """Act of the reference reply (``directAnswer``, ``clarification`` ...), in the source's own terms."""
     data_source: str = DEFAULT_SOURCE
     corpus_sha256: str | None = None
     """Identity of the corpus that the row's passages come from, checked against the service at start."""

@@ -21,6 +21,9 @@ ROW: dict[str, Any] = {
     "rewrite": "When did Ann Lee write it?",
     "gold_passage_ids": ["d7"],
     "topic_shift": False,
+    "kind": "why",
+    "answerable": True,
+    "dialogue_act": "directAnswer",
 }
 
 
@@ -41,6 +44,9 @@ def test_jsonl_row(tmp_path: Path) -> None:
         rewrite="When did Ann Lee write it?",
         gold_passage_ids=("d7",),
         topic_shift=False,
+        kind="why",
+        answerable=True,
+        dialogue_act="directAnswer",
     )
     assert row.depth == 2 and row.data_source == "conversation"
     assert Row.from_json(json.loads(json.dumps(row.to_json()))) == row
@@ -69,6 +75,20 @@ def test_malformed_row_names_file_line_column_and_value(tmp_path: Path, change: 
     path = write(tmp_path / "a.jsonl", {**ROW, "qid": "first"}, {**ROW, **change})
     with pytest.raises(DataError, match=message):
         load_rows([path])
+
+
+def test_blank_references_are_left_out_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    some = {**ROW, "qid": "some", "answers": ["", "1990", " "]}
+    none = {**ROW, "qid": "none", "answers": [""]}
+    path = write(tmp_path / "a.jsonl", ROW, some, none)
+    with caplog.at_level(logging.WARNING):
+        rows = load_rows([path])
+    assert [(row.qid, row.answers) for row in rows] == [("c1_2", ("1990",)), ("some", ("1990",))]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"3 blank references left out, and with them 1 rows that have no other; the first at {path}:2"
+    ]
+    with pytest.raises(DataError, match=r"b\.jsonl: no rows with a reference \(1 without\)"):
+        load_rows([write(tmp_path / "b.jsonl", none)])
 
 
 def test_files_that_are_no_data(tmp_path: Path) -> None:
