@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from verl.errors import ConfigError
+from verl.registry import closest, import_object
 
 
 class _Section(BaseModel):
@@ -50,32 +53,119 @@ class RetrieverConfig(_Section):
 class RewardConfig(_Section):
     """How an episode is scored. ``preset`` picks the formula, ``function`` the answer metric."""
 
-    preset: Literal["none", "auto", "chatr1", "search_r1"] = "none"
-    """``none``: the answer metric alone. ``auto``: shaped, search_r1's formula for EM sources, chatr1's for F1 ones."""
-    function: Literal["auto", "em", "f1", "sub_em"] = "auto"
-    """``auto`` looks the metric up by the row's ``data_source``."""
+    preset: str = "none"
+    """``none``: the answer metric alone. ``auto``: shaped, search_r1's formula for EM sources, chatr1's for F1 ones.
+    ``chatr1``, ``search_r1``: that formula for all. ``module:function``: one's own."""
+    function: str = "auto"
+    """Answer metric: ``em``, ``sub_em``, ``f1``, ``module:function``, or ``auto``: by the row's ``data_source``."""
     f1_mode: Literal["multiset", "chatr1"] = "multiset"
     """``multiset`` is SQuAD's F1; ``chatr1`` counts shared words once, as the published reward does."""
+    normaliser: Literal["squad", "multilingual"] = "squad"
+    """Of rewards and evaluation. ``multilingual``: Unicode punctuation, and characters as words in unspaced scripts."""
     intent_placement: Literal["terminal", "turn"] = "terminal"
     """Where the intent reward is paid: on the last model token, or on the turn that wrote the best query."""
+    retrieval_match: Literal["auto", "id", "text"] = "auto"
+    """How passages are known to be gold: by id, by the gold text standing in them, or by id where the row has ids."""
+    answer_score: float = Field(default=1.0, ge=0)
+    """Weight of the answer metric in chatr1's formula; 0 leaves it to the judge. Ours."""
     rewrite_score: float = Field(default=0.0, ge=0)
     """Weight of the intent reward, max over executed queries of F1(query, gold rewrite). Published run: 0.2."""
     retrieval_score: float = Field(default=0.0, ge=0)
     """Weight of having retrieved the gold passage (chatr1) or a passage with the answer (search_r1)."""
+    recall_score: float = Field(default=0.0, ge=0)
+    """Weight of the share of the gold passages that was retrieved. Ours."""
     structure_format_score: float = Field(default=0.0, ge=0)
     """Weight of a valid think/search/answer structure."""
     final_format_score: float = Field(default=0.0, ge=0)
     """search_r1's formula only: score of a wrong answer in an invalid structure."""
+    judge_score: float = Field(default=0.0, ge=0)
+    """Weight of the judge's score of the answer (``judge.*``). Ours."""
+    search_cost: float = Field(default=0.0, ge=0)
+    """Taken off for every executed search beyond ``free_searches``. Ours."""
+    free_searches: int = Field(default=0, ge=0)
+    """Searches that cost nothing. Ours."""
+    invalid_cost: float = Field(default=0.0, ge=0)
+    """Taken off for every turn without an action (empty query, malformed, cut, ended). Ours."""
+
+    @field_validator("preset", "function")
+    @classmethod
+    def _is_known(cls, name: str, info: ValidationInfo) -> str:
+        """Refuse unknown names, and import a function of one's own now: it is needed only after the first rollouts."""
+        known = _REWARD_NAMES[str(info.field_name)]
+        if ":" not in name and name not in known:
+            raise ValueError(f"{name!r} is none of {', '.join(known)}, module:function{closest(name, list(known))}")
+        try:
+            if ":" in name and not callable(import_object(name, f"reward_model.{info.field_name}")):
+                raise ValueError(f"{name!r} is not a function")
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return name
 
     @model_validator(mode="after")
-    def _shaping_needs_a_preset(self) -> RewardConfig:
-        weights = ("rewrite_score", "retrieval_score", "structure_format_score", "final_format_score")
-        given = [name for name in weights if getattr(self, name) > 0]
-        if self.preset == "none" and given:
+    def _weights_have_an_effect(self) -> RewardConfig:
+        given = {name for name in _WEIGHTS if getattr(self, name) != type(self).model_fields[name].default}
+        idle = sorted(given & set(_WEIGHTS_WITHOUT_EFFECT.get(self.preset, ())))
+        if idle:
             raise ValueError(
-                f"{', '.join(given)} would have no effect with preset=none; "
+                f"{', '.join(idle)} would have no effect with preset={self.preset}; "
                 "set reward_model.preset=auto (or run verl.trainer.main_ppo_format)"
             )
+        if self.free_searches and not self.search_cost:
+            raise ValueError("free_searches would have no effect with search_cost=0; set reward_model.search_cost")
+        return self
+
+
+_REWARD_NAMES: Mapping[str, tuple[str, ...]] = {
+    "preset": ("none", "auto", "chatr1", "search_r1"),
+    "function": ("auto", "em", "f1", "sub_em"),
+}
+_SHAPING = ("answer_score", "rewrite_score", "recall_score", "judge_score")
+_COSTS = ("search_cost", "invalid_cost")
+_WEIGHTS = (*_SHAPING, *_COSTS, "retrieval_score", "structure_format_score", "final_format_score")
+_WEIGHTS_WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = {
+    "none": _WEIGHTS,
+    "chatr1": ("final_format_score",),
+    "search_r1": _SHAPING,
+}
+"""A formula of one's own may use every weight, and so may ``auto``, which is both published ones."""
+
+
+class JudgeConfig(_Section):
+    """A language model that scores answers: any endpoint that speaks OpenAI's chat completions. Ours."""
+
+    url: str | None = None
+    """Base address, as ``http://127.0.0.1:8000/v1``; null: no judge."""
+    model: str = ""
+    """Name of the model at the endpoint."""
+    prompt: Literal["graded-1", "correct-1"] = "graded-1"
+    """Versioned prompt: ``graded-1`` asks for 1 to 5 (scored 0 to 1), ``correct-1`` for right or wrong."""
+    api_key_env: str | None = None
+    """Name of the environment variable that holds the key."""
+    max_tokens: int = Field(default=512, ge=1)
+    """Length of a reply, reasoning included."""
+    timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds one attempt may take."""
+    retries: int = Field(default=3, ge=0)
+    """Further attempts after the first, on connection errors, 408, 429 and 5xx."""
+    backoff_s: float = Field(default=1.0, ge=0)
+    """Pause before the first retry; doubles each time, with jitter; a longer Retry-After is honoured."""
+    max_concurrent: int = Field(default=16, ge=1)
+    """Requests of one process under way at the same time."""
+    cache_path: str | None = ".cache/judge.sqlite"
+    """File of replies, shared by processes and runs; null: ask again every time."""
+    input_price: float = Field(default=0.0, ge=0)
+    """Money per million prompt tokens, for the cost that is shown."""
+    output_price: float = Field(default=0.0, ge=0)
+    """Money per million reply tokens."""
+
+    @model_validator(mode="after")
+    def _is_complete(self) -> JudgeConfig:
+        if self.url is not None:
+            parts = urlsplit(self.url)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ValueError(f"judge.url={self.url!r} is no address; expected http://HOST:PORT/v1")
+            if not self.model:
+                raise ValueError(f"judge.model is empty; name the model that {self.url} serves")
         return self
 
 
@@ -88,6 +178,13 @@ class SearchConfig(_Section):
     """False: a single generation without tools."""
     retriever: RetrieverConfig = RetrieverConfig()
     reward_model: RewardConfig = RewardConfig()
+    judge: JudgeConfig = JudgeConfig()
+
+    @model_validator(mode="after")
+    def _judge_is_there(self) -> SearchConfig:
+        if self.reward_model.judge_score > 0 and self.judge.url is None:
+            raise ValueError("reward_model.judge_score needs a judge; set judge.url and judge.model")
+        return self
 
     def notes(self, run: Any) -> list[str]:
         """Return what ``--check`` says about this run's episodes: legal, but worth a look."""

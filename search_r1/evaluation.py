@@ -44,12 +44,12 @@ def score_episode(trajectory: Trajectory, view: EpisodeView) -> EpisodeScores:
     """Score one episode for evaluation; independent of the training reward."""
     failed = view.failed
     prediction = None if failed else view.prediction
-    intent, hit = view.intent(f1), view.retrieved_gold(top=_TOP)
+    intent, gold = view.intent(f1), view.gold(top=_TOP)
     return EpisodeScores(
         em=best(exact_match, prediction, view.row.answers),
         f1=best(f1, prediction, view.row.answers),
         rewrite_f1=None if intent is None else (0.0 if failed else intent[0]),
-        hit=None if hit is None else float(hit and not failed),
+        hit=None if gold is None else (0.0 if failed else gold.hit),
         searches=float(len(view.searches)),
         format_valid=float(view.structure().valid and not failed),
         failed=float(failed),

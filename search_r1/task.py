@@ -15,16 +15,19 @@ from search_r1.datasets.load import READERS, load_rows
 from search_r1.datasets.rows import Row
 from search_r1.episode import EpisodeTools, Search, run_episode
 from search_r1.evaluation import compare, summarise
+from search_r1.judge.endpoint import JudgeError
+from search_r1.judge.judge import Judge
 from search_r1.observation import shell_tokens
 from search_r1.pipelines import BOUNDS, PIPELINES
 from search_r1.prompts import TEMPLATE_VERSIONS, PromptBuilder
-from search_r1.rewards.formulas import ANSWER_METRICS, answer_metric, describe, score
-from search_r1.rewards.text import best
+from search_r1.rewards.formulas import describe, score
+from search_r1.rewards.parts import answer_metric
+from search_r1.rewards.text import ANSWER_METRICS, NORMALISERS, best
 from search_r1.rewards.view import EpisodeView, shown_text
 from search_r1.search_client import SearchClient
 from search_r1.template_check import check_template
 from verl.errors import ConfigError, DataError
-from verl.types import EpisodeContext, Finding, Generate, Prompt, Tokenizer, Trajectory
+from verl.types import EpisodeContext, Finding, Generate, Prompt, Reward, Tokenizer, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +55,7 @@ class SearchTask:
                 f"needs {needed} tokens; raise it to several hundred"
             )
         self._client = None if search is not None else SearchClient(self._config.retriever)
+        self._judge = Judge(self._config.judge) if self._config.reward_model.judge_score > 0 else None
         self._tools = EpisodeTools(self._codec, self._settings, self._client or _given(search))
         self._prompts = PromptBuilder(
             self._codec, self._data.template, self._data.history, self._settings.max_start_length
@@ -123,15 +127,30 @@ class SearchTask:
         """Close the client's connections."""
         if self._client is not None:
             await self._client.close()
+        if self._judge is not None:
+            await self._judge.close()
 
     def totals(self) -> dict[str, float]:
-        """Return what the retrieval client has done so far, see ``search_client.Counts``."""
-        return {} if self._client is None else self._client.counts.totals()
+        """Return what the retrieval client (``search_client.Counts``) and the judge (``judge_...``) did so far."""
+        judge = {} if self._judge is None else self._judge.totals()
+        search = {} if self._client is None else self._client.counts.totals()
+        return search | {f"judge_{name}": value for name, value in judge.items()}
 
     async def episode(self, prompt: Prompt, generate: Generate, context: EpisodeContext) -> Trajectory:
         """Run one episode in ``context.mode`` and score it."""
         trajectory = await run_episode(prompt, generate, context, self._tools, PIPELINES[context.mode])
-        return trajectory.with_reward(score(EpisodeView.of(trajectory, self._codec), self._config.reward_model))
+        return trajectory.with_reward(await self._reward(EpisodeView.of(trajectory, self._codec)))
+
+    async def _reward(self, view: EpisodeView) -> Reward:
+        """Score an episode; without the judge's reply, where that is paid, there is no reward and it says why."""
+        judged = None
+        if self._judge is not None and not view.failed:
+            try:
+                row = view.row
+                judged = await self._judge.score(row.history or (), row.question, row.answers, view.prediction)
+            except JudgeError as error:
+                return replace(score(view, self._config.reward_model), failure=str(error))
+        return score(view, self._config.reward_model, judged)
 
     def _declared_corpus(self) -> str | None:
         """Return the corpus hash that the first rows of the data files name; raises DataError when they disagree."""
@@ -160,7 +179,8 @@ class SearchTask:
             return 0.0
         row = Row.from_json(trajectory.row)
         metric = answer_metric(row.data_source, self._config.reward_model)
-        return best(ANSWER_METRICS[metric], trajectory.prediction, row.answers)
+        form = NORMALISERS[self._config.reward_model.normaliser]
+        return best(ANSWER_METRICS[metric], trajectory.prediction, row.answers, form)
 
     def evaluate(self, trajectories: Sequence[Trajectory]) -> Mapping[str, float]:
         """Return the figures of a finished split (``search_r1.evaluation.summarise``)."""

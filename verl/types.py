@@ -98,6 +98,8 @@ class Reward:
     """Unweighted parts by name; None means that the supervision is not available for this row."""
     turn_rewards: Mapping[int, float] = field(default_factory=dict)
     """Turn -> the share of ``total`` placed on its last model token; the rest goes on the last model token of all."""
+    failure: str | None = None
+    """Why a part that is paid could not be computed: the episode is left out of the loss and counted."""
 
 
 @dataclass(frozen=True)
@@ -189,6 +191,7 @@ class Trajectory:
                 "total": self.reward.total,
                 "parts": dict(self.reward.parts),
                 "turn_rewards": {str(turn): value for turn, value in self.reward.turn_rewards.items()},
+                "failure": self.reward.failure,
             },
             "segments": [
                 {
@@ -228,7 +231,12 @@ class Trajectory:
             prediction=record["prediction"],
             reward=None
             if reward is None
-            else Reward(reward["total"], reward["parts"], {int(k): v for k, v in reward["turn_rewards"].items()}),
+            else Reward(
+                reward["total"],
+                reward["parts"],
+                {int(turn): value for turn, value in reward["turn_rewards"].items()},
+                reward.get("failure"),  # records of before 0.2 have none
+            ),
             segments=tuple(
                 Segment(
                     Origin(s["origin"]),

@@ -1,6 +1,6 @@
-"""The reward formulas, each a pure function of an episode view. Presets and answer metrics are the two tables below.
+"""The reward formulas, each a pure function of an episode's parts, in one explicit table.
 
-A part without supervision is None and contributes nothing; it is reported as not available, never as a zero.
+A formula of one's own is named by import path (``reward_model.preset=package.module:function``) and has the same form.
 """
 
 from __future__ import annotations
@@ -9,15 +9,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from search_r1.config import RewardConfig
-from search_r1.rewards.sources import metric_of
-from search_r1.rewards.text import Metric, best, exact_match, f1, f1_set, sub_exact_match
+from search_r1.rewards.parts import BONUSES, COSTS, PartInput, answer_metric, costs, measure
+from search_r1.rewards.text import NORMALISERS
 from search_r1.rewards.view import EpisodeView
 from verl.registry import Registry
 from verl.types import Reward
-
-ANSWER_METRICS: Registry[Metric] = Registry(
-    "answer metric", {"em": exact_match, "sub_em": sub_exact_match, "f1": f1, "f1_chatr1": f1_set}
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,104 +22,93 @@ class FormulaInput:
 
     view: EpisodeView
     config: RewardConfig
-    answer: float
-    """Best answer score over the references."""
-    word_f1: Metric
-    """The F1 of queries against rewrites, in the configured mode."""
+    parts: Mapping[str, float | None]
+    """Unweighted, see ``parts.measure``; ``answer`` is always a number."""
+    intent_turn: int
+    """The turn that wrote the best query; -1 without one."""
+
+    @property
+    def answer(self) -> float:
+        """Best answer score over the references."""
+        return self.parts["answer"] or 0.0
 
 
 Formula = Callable[[FormulaInput], Reward]
 
 
-def answer_metric(view_source: str, config: RewardConfig) -> str:
-    """Return the name in ``ANSWER_METRICS`` that scores answers of this data source."""
-    name = metric_of(view_source, config.function)
-    return "f1_chatr1" if name == "f1" and config.f1_mode == "chatr1" else name
-
-
 def plain(given: FormulaInput) -> Reward:
     """The answer score alone (``verl.trainer.main_ppo``)."""
-    return Reward(given.answer, {"answer": given.answer, **_watched(given)})
+    return Reward(given.answer, given.parts)
 
 
 def chatr1(given: FormulaInput) -> Reward:
-    """answer + w_rewrite * intent + w_retrieval * hit + w_structure * valid; 0 without an answer (arXiv 2510.13312).
+    """answer + the weighted bonuses, nothing of it without an answer, less the costs (arXiv 2510.13312).
 
-    With ``intent_placement=turn`` the intent share is paid on the turn that wrote the best query.
+    The paper's reward is answer + alpha * intent; the published code adds retrieval and structure. With
+    ``intent_placement=turn`` the intent share is paid on the turn that wrote the best query.
     """
-    view, config = given.view, given.config
-    parts: dict[str, float | None] = {"answer": given.answer, **_watched(given)}
-    if view.prediction is None:
-        return Reward(0.0, parts)
-    total = given.answer
-    total += config.retrieval_score * (parts["retrieval"] or 0.0)
-    total += config.structure_format_score * (parts["structure"] or 0.0)
-    intent = view.intent(given.word_f1)
-    turn_rewards = {}
-    if intent is not None:
-        share = config.rewrite_score * intent[0]
-        total += share
-        if config.intent_placement == "turn" and share > 0:
-            turn_rewards[intent[1]] = share
-    return Reward(total, parts, turn_rewards)
+    parts, config = given.parts, given.config
+    total, turn_rewards = 0.0, {}
+    if given.view.prediction is not None:
+        shares = {name: getattr(config, key) * (parts[name] or 0.0) for name, (_, key) in BONUSES.items()}
+        total = config.answer_score * given.answer + sum(shares.values())
+        if config.intent_placement == "turn" and shares["intent"] > 0:
+            turn_rewards[given.intent_turn] = shares["intent"]
+    return Reward(total - costs(parts, config), parts, turn_rewards)
 
 
 def search_r1(given: FormulaInput) -> Reward:
     """Search-R1 v0.3: a right answer gives 1, less the structure weight when the structure is invalid; a wrong one
     gives the structure weight when valid (plus the retrieval weight when a passage held the answer), else the final
     weight; no answer in an invalid structure gives 0. Right is an answer score of 1. The structure is the strict one.
+    Costs are taken off.
     """
     view, config = given.view, given.config
     valid = view.structure(relaxed=False).valid
-    found = view.retrieved_answer()
-    parts = {"answer": given.answer, **_watched(given), "structure": float(valid), "retrieval": float(found)}
+    found = view.retrieved_answer(NORMALISERS[config.normaliser])
+    parts = {**given.parts, "structure": float(valid), "retrieval": float(found)}
     if given.answer == 1.0:
         total = 1.0 if valid else 1.0 - config.structure_format_score
     elif valid:
         total = config.structure_format_score + (config.retrieval_score if found else 0.0)
     else:
         total = 0.0 if view.prediction is None else config.final_format_score
-    return Reward(total, parts)
+    return Reward(total - costs(parts, config), parts)
 
 
 FORMULAS: Registry[Formula] = Registry("reward preset", {"none": plain, "chatr1": chatr1, "search_r1": search_r1})
 
 AUTO_FORMULA: Mapping[str, str] = {"em": "search_r1", "sub_em": "search_r1", "f1": "chatr1", "f1_chatr1": "chatr1"}
-"""``preset=auto``: answer metric -> formula."""
+"""``preset=auto``: answer metric -> formula; a metric of one's own goes into chatr1's."""
 
 
-def score(view: EpisodeView, config: RewardConfig) -> Reward:
-    """Score one episode. A failed one (retrieval, engine, deadline) gets 0 without parts: it says nothing."""
+def formula_name(source: str, config: RewardConfig) -> str:
+    """Return the name in ``FORMULAS`` that scores rows of this data source."""
+    metric = answer_metric(source, config)
+    return AUTO_FORMULA.get(metric, "chatr1") if config.preset == "auto" else config.preset
+
+
+def score(view: EpisodeView, config: RewardConfig, judged: float | None = None) -> Reward:
+    """Score one episode. A failed one (retrieval, engine, deadline) gets 0 without parts: it says nothing.
+
+    ``judged`` is the judge's score where it was asked.
+    """
     if view.failed:
         return Reward(0.0)
-    metric = answer_metric(view.row.data_source, config)
-    given = FormulaInput(
-        view=view,
-        config=config,
-        answer=best(ANSWER_METRICS[metric], view.prediction, view.row.answers),
-        word_f1=f1_set if config.f1_mode == "chatr1" else f1,
-    )
-    return FORMULAS[AUTO_FORMULA[metric] if config.preset == "auto" else config.preset](given)
+    material = PartInput(view, config, judged)
+    found = view.intent(material.word_f1, material.form)
+    given = FormulaInput(view, config, measure(material), -1 if found is None else found[1])
+    return FORMULAS[formula_name(view.row.data_source, config)](given)
 
 
 def describe(source: str, config: RewardConfig) -> str:
     """Return the formula used for a data source in one line, for the start of a run."""
-    metric = answer_metric(source, config)
-    name = AUTO_FORMULA[metric] if config.preset == "auto" else config.preset
+    metric, name = answer_metric(source, config), formula_name(source, config)
     if name == "none":
         return f"{source}: {metric}"
-    weights = ", ".join(
-        f"{key} {getattr(config, key):g}"
-        for key in ("rewrite_score", "retrieval_score", "structure_format_score", "final_format_score")
-    )
-    return f"{source}: {name} formula over {metric} ({weights}, intent {config.intent_placement})"
-
-
-def _watched(given: FormulaInput) -> dict[str, float | None]:
-    """The parts that are reported whether or not they are paid."""
-    hit, intent = given.view.retrieved_gold(), given.view.intent(given.word_f1)
-    return {
-        "intent": None if intent is None else intent[0],
-        "retrieval": None if hit is None else float(hit),
-        "structure": float(given.view.structure().valid),
-    }
+    keys = [*(key for _, key in (*BONUSES.values(), *COSTS.values())), "final_format_score"]
+    weighed = [key for key in keys if getattr(config, key)]
+    if config.answer_score != 1:
+        weighed.insert(0, "answer_score")
+    weights = ", ".join(f"{key} {getattr(config, key):g}" for key in weighed) or "answer alone"
+    return f"{source}: {name} formula over {metric} ({weights}; intent {config.intent_placement})"

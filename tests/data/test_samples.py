@@ -62,11 +62,12 @@ def test_what_does_not_reach_the_loss_is_counted_by_reason() -> None:
             episode(PROMPT, model(1), stop=StopReason.ABORTED),
             episode(PROMPT, model()),
             episode(PROMPT, broken),
+            episode(PROMPT, model(1), reward=Reward(0.3, failure="the judge is silent")),
             episode(PROMPT, model(1)),
         ]
     )
     assert len(result.samples) == 1
-    assert result.drops == {"failed": 2, "no_model_tokens": 1, "non_finite": 1}
+    assert result.drops == {"failed": 2, "reward_failed": 1, "no_model_tokens": 1, "non_finite": 1}
 
 
 def test_masks_come_from_origin_not_from_token_values() -> None:

@@ -63,7 +63,7 @@ class TwoTurns:
             prompt_id=prompt.prompt_id,
             segments=tuple(segments),
             stop=StopReason.ANSWERED,
-            reward=Reward(1.0),
+            reward=Reward(1.0, failure="the judge is silent" if prompt.row.get("do") == "unjudged" else None),
             row=prompt.row,
         )
 

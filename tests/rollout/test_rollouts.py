@@ -132,6 +132,14 @@ def test_too_many_failures_stop_the_run_and_name_the_most_common_cause(make: Mak
     assert "max_failure_rate=0.25" in message
 
 
+def test_episodes_without_a_reward_are_kept_and_stop_the_run_above_the_same_limit(make: Make) -> None:
+    running = make(max_failure_rate=0.25)
+    found = running.generate(prompts(8, do={1: "unjudged", 4: "unjudged"}))
+    assert [i for i, t in enumerate(found) if t.reward.failure] == [1, 4]
+    with pytest.raises(HealthError, match=r"3 of 8 episodes have no reward; .*judge is silent.*max_failure_rate=0\.25"):
+        running.generate(prompts(8, do=dict.fromkeys((0, 3, 7), "unjudged")))
+
+
 def test_a_fault_of_the_program_is_raised_as_itself_and_leaves_the_worker_usable(make: Make) -> None:
     running = make(deterministic=True)
     with pytest.raises(KeyError, match="a fault of the program"):

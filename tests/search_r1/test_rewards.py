@@ -1,6 +1,7 @@
 """Text metrics, structure, formulas: hand-computed values."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,14 +12,23 @@ from pydantic import ValidationError
 from search_r1.codec import Codec
 from search_r1.config import RewardConfig, search_config
 from search_r1.datasets.rows import Row
-from search_r1.rewards.formulas import ANSWER_METRICS, FORMULAS, describe, score
+from search_r1.rewards.formulas import FORMULAS, FormulaInput, describe, score
 from search_r1.rewards.sources import metric_of
 from search_r1.rewards.structure import Piece, check_structure, check_text
-from search_r1.rewards.text import best, exact_match, f1, f1_set, normalise, sub_exact_match
-from search_r1.rewards.view import EpisodeView
+from search_r1.rewards.text import (
+    ANSWER_METRICS,
+    best,
+    exact_match,
+    f1,
+    f1_set,
+    normalise,
+    normalise_multilingual,
+    sub_exact_match,
+)
+from search_r1.rewards.view import EpisodeView, Found
 from search_r1.testing import CharTokenizer
 from verl.errors import ConfigError, DataError
-from verl.types import Document, Origin, SearchCall, Segment, StopReason, Trajectory
+from verl.types import Document, Origin, Reward, SearchCall, Segment, StopReason, Trajectory
 
 CODEC = Codec(CharTokenizer())
 ROW = Row(qid="q", question="Where?", answers=("Paris", "the city of Paris"), rewrite="where is the Louvre", history=())
@@ -35,6 +45,7 @@ def view(
     searches: tuple[SearchCall, ...] = (SearchCall(0, "where is Louvre", (LOUVRE,)),),
     stop: StopReason = StopReason.ANSWERED,
     prompt: str = "<search> query </search> <answer> x </answer>",
+    turns: tuple[str, ...] = ("search", "answer"),
 ) -> EpisodeView:
     segments = [Segment(Origin.PROMPT, CODEC.encode(prompt))]
     for index, text in enumerate(model):
@@ -42,7 +53,7 @@ def view(
         segments.append(Segment(Origin.MODEL, ids, (0.0,) * len(ids), 0))
         if index < len(env):
             segments.append(Segment(Origin.ENV, CODEC.encode(env[index])))
-    trajectory = Trajectory("q#0", "q", tuple(segments), stop, searches, prediction=prediction, row=row.to_json())
+    trajectory = Trajectory("q#0", "q", tuple(segments), stop, searches, turns, prediction, row=row.to_json())
     return EpisodeView.of(trajectory, CODEC)
 
 
@@ -87,9 +98,35 @@ def test_best_takes_the_best_reference_and_nothing_scores_nothing() -> None:  # 
 @given(st.text(max_size=30), st.text(max_size=30))
 def test_every_metric_is_within_bounds_and_full_on_equality(left: str, right: str) -> None:
     for name in ANSWER_METRICS:
-        assert 0.0 <= ANSWER_METRICS[name](left, right) <= 1.0
+        assert 0.0 <= ANSWER_METRICS[name](left, right, normalise) <= 1.0
     assert exact_match(left, left) == f1(left, left) == sub_exact_match(left, left) == 1.0
     assert f1(left, right) == pytest.approx(f1(right, left))
+
+
+@pytest.mark.parametrize(
+    ("text", "form"),
+    [
+        ("東京は、日本の「首都」です。", "東 京 は 日 本 の 首 都 で す"),
+        ("Python3で２倍", "python3 で 2 倍"),  # NFKC: full-width digits are digits
+        ("ﾃﾞｰﾀ", "デ ー タ"),  # half-width kana are kana, voice marks included
+        ("ที่นี่", "ที่ นี่"),  # vowel signs and tone marks stay with their consonant
+        ("The rue de l’Église — «Été»", "rue de léglise été"),
+        ("Straße", "strasse"),
+        ("cafe\u0301", "café"),  # decomposed and composed letters are equal
+        ("한국어 문장", "한국어 문장"),  # written with spaces: words
+        ("a </search> b $5", "ltsearch b 5"),
+    ],
+)
+def test_multilingual_form(text: str, form: str) -> None:
+    assert normalise_multilingual(text) == form
+
+
+def test_characters_are_words_only_where_words_are_not_spaced() -> None:
+    assert f1("北京大学", "北京") == 0.0  # under SQuAD's rule text without spaces is one word
+    assert f1("北京大学", "北京", normalise_multilingual) == pytest.approx(2 * 0.5 * 1.0 / 1.5)
+    assert f1("red fox", "fox", normalise_multilingual) == f1("red fox", "fox")
+    assert sub_exact_match("首都は東京です", "東京", normalise_multilingual) == 1.0
+    assert exact_match("『東京』", "東京", normalise_multilingual) == 1.0 and exact_match("『東京』", "東京") == 0.0
 
 
 # -- structure --------------------------------------------------------------------------------------------------
@@ -158,18 +195,28 @@ def test_intent_is_the_best_executed_query() -> None:
     assert view(replace(ROW, rewrite=None)).intent(f1) is None  # T30
 
 
-def test_retrieval_hit_by_id_by_text_or_not_available() -> None:
-    assert view(replace(ROW, gold_passage_ids=("d1",))).retrieved_gold() is True
-    assert view(replace(ROW, gold_passage_ids=("d9",))).retrieved_gold() is False
-    assert view(replace(ROW, gold_text='"Louvre"\nA museum in Paris.')).retrieved_gold() is True
-    assert view(replace(ROW, gold_text="A museum in Rome.")).retrieved_gold() is False
-    assert view().retrieved_gold() is None  # T30
+def found(row: Row, **how: Any) -> tuple[float, float] | None:
+    gold = view(row).gold(**how)
+    return None if gold is None else (gold.hit, gold.recall)
+
+
+def test_retrieval_hit_and_recall_by_id_by_text_or_not_available() -> None:
+    assert found(replace(ROW, gold_passage_ids=("d1",))) == (1.0, 1.0)
+    assert found(replace(ROW, gold_passage_ids=("d1", "d2", "d9"))) == (1.0, pytest.approx(1 / 3))
+    assert found(replace(ROW, gold_passage_ids=("d9",))) == (0.0, 0.0)
+    assert found(replace(ROW, gold_text='"Louvre"\nA museum in Paris.')) == (1.0, 1.0)
+    assert found(replace(ROW, gold_text="A museum in Rome.")) == (0.0, 0.0)
+    assert found(ROW) is None  # T30
+    both = replace(ROW, gold_passage_ids=("d9",), gold_text="A museum in Paris.")
+    assert found(both) == (0.0, 0.0) and found(both, match="text") == (1.0, 1.0)
+    assert found(replace(ROW, gold_text="x"), match="id") is None
+    assert found(replace(ROW, gold_passage_ids=("d1",)), match="text") is None
     for nothing in ("", "The.", "..."):  # normalised, nothing is left, and nothing stands in every passage
-        assert view(replace(ROW, gold_text=nothing)).retrieved_gold() is None
+        assert found(replace(ROW, gold_text=nothing)) is None
         assert view(replace(ROW, answers=(nothing,))).retrieved_answer() is False
     seen = (Document("a", "", ""), Document("b", "", ""), Document("c", "", ""), Document("d1", "", ""))
-    deep = view(replace(ROW, gold_passage_ids=("d1",)), searches=(SearchCall(0, "q", seen),))
-    assert deep.retrieved_gold() is True and deep.retrieved_gold(top=3) is False
+    deep = view(replace(ROW, gold_passage_ids=("d1",)), searches=(SearchCall(0, "q", seen), SearchCall(1, "q", seen)))
+    assert deep.gold() == Found(1, 1) and deep.gold(top=3) == Found(0, 1)  # found twice is one passage
 
 
 # -- formulas ---------------------------------------------------------------------------------------------------
@@ -178,7 +225,10 @@ def test_retrieval_hit_by_id_by_text_or_not_available() -> None:
 def test_plain_is_the_answer_alone() -> None:
     reward = score(view(), config())
     assert reward.total == 1.0 and reward.turn_rewards == {}
-    assert reward.parts == {"answer": 1.0, "intent": 1.0, "retrieval": None, "structure": 1.0}
+    assert reward.parts == {
+        "answer": 1.0, "em": 1.0, "sub_em": 1.0, "f1": 1.0, "intent": 1.0, "retrieval": None, "recall": None,
+        "structure": 1.0, "judge": None, "searches": 1.0, "invalid": 0.0,
+    }  # fmt: skip
 
 
 def test_chatr1_formula() -> None:
@@ -235,7 +285,7 @@ def test_failed_episodes_score_zero_under_every_formula(name: Any, stop: StopRea
 
 @pytest.mark.parametrize("name", FORMULAS.names())
 def test_turn_rewards_are_a_share_of_the_total(name: Any) -> None:
-    weights = {} if name == "none" else {"rewrite_score": 0.2, "structure_format_score": 0.1}
+    weights = {"chatr1": {"rewrite_score": 0.2}, "search_r1": {"structure_format_score": 0.1}}.get(name, {})
     reward = score(view(), config(preset=name, intent_placement="turn", **weights))
     assert sum(reward.turn_rewards.values()) <= reward.total
 
@@ -250,9 +300,59 @@ def test_metric_of_a_source() -> None:
         ANSWER_METRICS["f2"]
 
 
+def test_recall_judge_and_answer_weights() -> None:
+    row = replace(ROW, gold_passage_ids=("d1", "d2"), rewrite=None)
+    weights = {"answer_score": 0.5, "recall_score": 0.4, "judge_score": 0.3}
+    reward = score(view(row), config(preset="chatr1", **weights), judged=0.75)
+    assert reward.total == pytest.approx(0.5 * 1.0 + 0.4 * 0.5 + 0.3 * 0.75)
+    assert (reward.parts["recall"], reward.parts["judge"], reward.parts["retrieval"]) == (0.5, 0.75, 1.0)
+
+
+@pytest.mark.parametrize(("preset", "earned"), [("chatr1", 1.0), ("search_r1", 1.0)])
+def test_searches_and_invalid_actions_cost_with_and_without_an_answer(preset: str, earned: float) -> None:
+    searches = tuple(SearchCall(turn, "where is Louvre", (LOUVRE,)) for turn in range(3))
+    turns = ("search", "malformed", "search", "eos", "search", "empty_query", "length", "answer")
+    given_config = config(preset=preset, search_cost=0.1, free_searches=1, invalid_cost=0.05)
+    reward = score(view(searches=searches, turns=turns), given_config)
+    assert reward.parts["searches"] == 2.0 and reward.parts["invalid"] == 4.0
+    assert reward.total == pytest.approx(earned - 0.1 * 2 - 0.05 * 4)
+    nothing = score(view(model=("<search>q</search>",), prediction=None, searches=searches, turns=turns), given_config)
+    assert nothing.total == pytest.approx(-0.1 * 2 - 0.05 * 4)
+
+
+def own_metric(prediction: str, reference: str, form: Any) -> float:
+    return float(len(prediction) == len(reference))
+
+
+def own_formula(given: FormulaInput) -> Reward:
+    return Reward(given.config.rewrite_score * (given.parts["intent"] or 0.0) + len(given.view.searches), given.parts)
+
+
+def test_functions_of_ones_own_by_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    named = config(function="test_rewards:own_metric", preset="auto")
+    assert score(view(prediction="Praga"), named).total == 1.0 and score(view(prediction="Rom"), named).total == 0.0
+    assert describe("zzz", named).startswith("zzz: chatr1 formula over test_rewards:own_metric")
+    shaped = config(preset="test_rewards:own_formula", rewrite_score=0.5)
+    assert score(view(), shaped).total == 1.5
+    for name, message in (("no_such:f", "cannot import"), ("test_rewards:no", "no attribute"), ("chatr2", "chatr1")):
+        with pytest.raises(ValidationError, match=message):
+            config(preset=name)
+    with pytest.raises(ValidationError, match="is not a function"):
+        config(function="test_rewards:ROW")
+
+
 def test_config_refuses_weights_that_would_do_nothing() -> None:
     with pytest.raises(ValidationError, match="rewrite_score would have no effect"):
         config(rewrite_score=0.2)
+    with pytest.raises(ValidationError, match="final_format_score would have no effect with preset=chatr1"):
+        config(preset="chatr1", final_format_score=0.1)
+    with pytest.raises(ValidationError, match="judge_score, rewrite_score would have no effect with preset=search_r1"):
+        config(preset="search_r1", rewrite_score=0.2, judge_score=0.1)
+    with pytest.raises(ValidationError, match="free_searches would have no effect"):
+        config(preset="chatr1", free_searches=2)
+    with pytest.raises(ValidationError, match=r"set judge\.url and judge\.model"):
+        search_config({"reward_model": {"preset": "chatr1", "judge_score": 0.1}})
     with pytest.raises(ValidationError, match="max_tuns"):
         search_config({"max_tuns": 2})
     assert search_config({"reward_model": {"preset": "auto", "rewrite_score": 0.2}}).retriever.topk == 3

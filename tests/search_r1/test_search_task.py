@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from chat_server import chat_server, says
 
 from search_r1.config import search_config
 from search_r1.evaluation import bootstrap_interval, paired_gain
@@ -17,7 +18,7 @@ from search_r1.pipelines import FORCED_TURN, PIPELINES
 from search_r1.task import SearchTask
 from search_r1.testing import CharTokenizer, DictionarySearch, ScriptedEngine
 from verl.errors import ConfigError, DataError, EngineError
-from verl.types import Document, EpisodeContext, Origin, Prompt, StopReason, Trajectory
+from verl.types import Document, EpisodeContext, Origin, Prompt, Reward, StopReason, Trajectory
 from verl.types import Task as TaskProtocol
 
 ROWS: list[dict[str, Any]] = [
@@ -106,7 +107,7 @@ def test_prompts_in_file_order_with_their_rows(rows: Path, caplog: pytest.LogCap
     text = "<context>\nUser: Where is the Louvre?\nAssistant: Paris\n</context>\nUser: When was it opened?"
     assert CharTokenizer().decode(prompts[1].token_ids) == text
     json.dumps(prompts[1].row)
-    assert "conversation: chatr1 formula over f1 (rewrite_score 0.2" in caplog.text
+    assert "conversation: chatr1 formula over f1 (rewrite_score 0.2;" in caplog.text
     with pytest.raises(ConfigError, match="unknown split 'test'"):
         Bench(rows).task.prompts("test")
 
@@ -132,7 +133,8 @@ def test_episode_is_rewarded(rows: Path) -> None:
     bench = Bench(rows, {"reward_model": {"preset": "auto", "rewrite_score": 0.2}})
     trajectory = bench.run(bench.task.prompts("val")[1], [TURN_1, TURN_2])
     assert trajectory.reward is not None and trajectory.reward.total == pytest.approx(1.2)
-    assert trajectory.reward.parts == {"answer": 1.0, "intent": 1.0, "retrieval": 1.0, "structure": 1.0}
+    for name, value in {"answer": 1.0, "intent": 1.0, "retrieval": 1.0, "structure": 1.0}.items():
+        assert trajectory.reward.parts[name] == value
     assert bench.task.validation_reward(trajectory) == 1.0
     assert Trajectory.from_record(json.loads(json.dumps(trajectory.to_record()))) == trajectory
 
@@ -323,3 +325,26 @@ def test_bootstrap() -> None:
     assert (gain.mean, gain.low, gain.high) == (pytest.approx(0.1), pytest.approx(0.1), pytest.approx(0.1))
     with pytest.raises(ValueError, match="same rows"):
         paired_gain([1.0], [1.0, 2.0])
+
+
+def test_the_judge_is_paid_and_its_failure_takes_the_reward_away(rows: Path) -> None:
+    answers = iter([says("Score: 5"), (400, b"no", {})])
+    with chat_server(lambda request, number: next(answers)) as server:
+        judge = {"url": server.url, "model": "m", "cache_path": None}
+        reward = {"preset": "chatr1", "function": "f1", "judge_score": 0.5}
+        bench = Bench(rows, {"reward_model": reward, "judge": judge})
+        prompt = bench.task.prompts("val")[1]
+        context = EpisodeContext(sample_index=0, seed=1, temperature=0.0)
+
+        async def twice() -> list[Reward | None]:
+            engines = (ScriptedEngine(bench.tokenizer, [TURN_1, TURN_2]) for _ in range(2))
+            try:
+                return [(await bench.task.episode(prompt, engine, context)).reward for engine in engines]
+            finally:
+                await bench.task.close()
+
+        judged, unjudged = asyncio.run(twice())
+        assert judged is not None and judged.total == pytest.approx(1.0 + 0.5) and judged.failure is None
+        assert unjudged is not None and unjudged.parts["judge"] is None and "HTTP 400 no" in str(unjudged.failure)
+        totals = bench.task.totals()
+        assert (totals["judge_asked"], totals["judge_failures"]) == (2, 1)

@@ -17,7 +17,8 @@ from verl.types import Origin, Reward, Sample, Trajectory
 FAILED = "failed"
 NO_MODEL_TOKENS = "no_model_tokens"
 NON_FINITE = "non_finite"
-DROP_REASONS = (FAILED, NO_MODEL_TOKENS, NON_FINITE)
+REWARD_FAILED = "reward_failed"
+DROP_REASONS = (FAILED, REWARD_FAILED, NO_MODEL_TOKENS, NON_FINITE)
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,9 @@ class ScoredRows:
 def assemble(trajectories: Sequence[Trajectory]) -> Assembled:
     """Make a sample of every trajectory that can be trained on, in order.
 
-    Failed episodes, episodes without model tokens and episodes with a log-prob that is not finite are dropped and
-    counted. The reward's turn shares go on the last model token of their turn, the rest on the last model token.
+    Failed episodes, episodes whose reward could not be computed, episodes without model tokens and episodes with a
+    log-prob that is not finite are dropped and counted. The reward's turn shares go on the last model token of their
+    turn, the rest on the last model token.
     """
     samples, drops = [], Counter(dict.fromkeys(DROP_REASONS, 0))
     for trajectory in trajectories:
@@ -85,6 +87,8 @@ def permute_rewards(trajectories: Sequence[Trajectory], seed: int) -> list[Traje
 def _unusable(trajectory: Trajectory) -> str | None:
     if trajectory.stop.failed:
         return FAILED
+    if trajectory.reward is not None and trajectory.reward.failure is not None:
+        return REWARD_FAILED
     if not trajectory.turn_ends:
         return NO_MODEL_TOKENS
     if not all(math.isfinite(value) for value in trajectory.logprobs):

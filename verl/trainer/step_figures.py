@@ -34,7 +34,7 @@ def add_episode_figures(trajectories: Sequence[Trajectory], figures: StepMetrics
 
 
 def _add_reward(trajectory: Trajectory, figures: StepMetrics) -> None:
-    if trajectory.reward is None:
+    if trajectory.reward is None or trajectory.reward.failure is not None:
         return
     figures.add("reward/total", trajectory.reward.total)
     for name, value in trajectory.reward.parts.items():

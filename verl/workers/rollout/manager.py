@@ -59,6 +59,7 @@ class Rollouts:
         reports: list[WorkerReport] = self._group.wait(self._group.submit("stats"))
         self._figures = _figures(reports)
         self._check_health(trajectories, reports)
+        self._check_rewards(trajectories)
         return trajectories
 
     def figures(self) -> dict[str, float]:
@@ -101,6 +102,21 @@ class Rollouts:
             + f"); most common cause ({reason.value}): {cause}"
         )
         if failed.total() > self._rollout.max_failure_rate * len(trajectories):
+            raise HealthError(
+                f"{summary}. The limit is actor_rollout_ref.rollout.max_failure_rate={self._rollout.max_failure_rate}"
+            )
+        logger.warning("%s", summary)
+
+    def _check_rewards(self, trajectories: Sequence[Trajectory]) -> None:
+        """The same limit for episodes whose reward could not be computed (a judge that does not answer)."""
+        causes = Counter(t.reward.failure for t in trajectories if t.reward is not None and t.reward.failure)
+        if not causes:
+            return
+        summary = (
+            f"{causes.total()} of {len(trajectories)} episodes have no reward; "
+            f"most common cause: {causes.most_common(1)[0][0]}"
+        )
+        if causes.total() > self._rollout.max_failure_rate * len(trajectories):
             raise HealthError(
                 f"{summary}. The limit is actor_rollout_ref.rollout.max_failure_rate={self._rollout.max_failure_rate}"
             )
