@@ -84,21 +84,9 @@ class Engine:
 
     def _shard(self) -> None:
         """Move the module to its device; with several ranks, shard each block and then the rest."""
-        if self.device.world_size == 1:
-            self.module.to(self.device.torch_device)
-            return
         self.module.to(self.device.torch_device)
-        mesh = init_device_mesh(self.device.torch_device.type, (self.device.world_size,))
-        low = None if self._dtype is torch.float32 else self._dtype
-        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, output_dtype=None)
-        for layer in decoder_layers(self.module):
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
-        fully_shard(self.module, mesh=mesh, mp_policy=policy)
-        for child in self.module.modules():
-            if isinstance(child, FSDPModule):
-                # Losses are already divided by global counts: gradients are summed over ranks, not averaged.
-                child.set_gradient_divide_factor(1.0)
-                child.set_force_sum_reduction_for_comms(True)  # gloo knows plain sums only
+        if self.device.world_size > 1:
+            shard_module(self.module, self.device, self._dtype)
 
     # -- computing ---------------------------------------------------------------------------------------------------
 
@@ -276,3 +264,18 @@ def _quiet_alone() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield
+
+
+def shard_module(module: PackedModel, device: Device, dtype: torch.dtype) -> None:
+    """Shard each block and then the rest over the ranks of the process group, computing in ``dtype`` (FSDP2)."""
+    mesh = init_device_mesh(device.torch_device.type, (device.world_size,))
+    low = None if dtype is torch.float32 else dtype
+    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, output_dtype=None)
+    for layer in decoder_layers(module):
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(module, mesh=mesh, mp_policy=policy)
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            # Losses are already divided by global counts: gradients are summed over ranks, not averaged.
+            child.set_gradient_divide_factor(1.0)
+            child.set_force_sum_reduction_for_comms(True)  # gloo knows plain sums only
