@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -30,14 +30,36 @@ class SearchFailedError(Exception):
     """The backend failed on the batch that a query was in. The message names the cause."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
+class _Caller:
+    """One call of ``search`` that waits. One future for all of its queries: a future for each would cost more."""
+
+    done: asyncio.Future[None]
+    missing: int
+    """Queries it has no answer to yet."""
+    gone: bool = False
+
+
+@dataclass(slots=True, eq=False)
 class _InFlight:
     """A query that waits or is searched."""
 
-    future: asyncio.Future[Hits]
-    waiters: int = 0
-    """Callers that want it; with none left it is not searched."""
-    since: float = field(default_factory=time.perf_counter)
+    since: float
+    callers: list[_Caller] = field(default_factory=list)
+    outcome: Hits | Exception = ()
+    """What the search gave, once the callers are told."""
+
+    def is_wanted(self) -> bool:
+        """Return whether anybody still waits for it; else it is not searched."""
+        return any(not caller.gone for caller in self.callers)
+
+    def answer(self, outcome: Hits | Exception) -> None:
+        """Tell all callers."""
+        self.outcome = outcome
+        for caller in self.callers:
+            caller.missing -= 1
+            if caller.missing == 0 and not caller.done.done():
+                caller.done.set_result(None)
 
 
 class MicroBatcher:
@@ -54,6 +76,9 @@ class MicroBatcher:
         self._in_flight: dict[Key, _InFlight] = {}
         self._queue: deque[Key] = deque()
         self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        """Set while no query waits or is searched."""
+        self._idle.set()
         self._parallel = max(1, retriever.parallel)
         self._running = 0
         self._threads = ThreadPoolExecutor(self._parallel, thread_name_prefix="search")
@@ -81,29 +106,35 @@ class MicroBatcher:
         self._metrics.queries.inc(len(queries))
         self._metrics.cache_hits.inc(len(found))
         self._metrics.shared.inc(len(waiting))
-        for key in new:
-            waiting[key] = self._enqueue(key)
+        if new:
+            waiting.update(self._enqueue(new))
         if waiting:
             await self._wait_for(waiting.values())
-            found.update((key, in_flight.future.result()) for key, in_flight in waiting.items())
+            for key, in_flight in waiting.items():
+                if isinstance(in_flight.outcome, Exception):
+                    raise in_flight.outcome
+                found[key] = in_flight.outcome
         return [found[query, k] for query in queries]
 
-    def _enqueue(self, key: Key) -> _InFlight:
-        self._in_flight[key] = in_flight = _InFlight(asyncio.get_running_loop().create_future())
-        self._queue.append(key)
+    def _enqueue(self, keys: Iterable[Key]) -> dict[Key, _InFlight]:
+        now = time.perf_counter()
+        entered = {key: _InFlight(now) for key in keys}
+        self._in_flight.update(entered)
+        self._queue.extend(entered)
         self._metrics.queue.set(len(self._queue))
+        self._idle.clear()
         self._wake.set()
-        return in_flight
+        return entered
 
     async def _wait_for(self, wanted: Collection[_InFlight]) -> None:
-        """Wait until all are answered. Not gather: a caller that is cancelled must not cancel what others wait for."""
+        """Wait until all are answered."""
+        caller = _Caller(asyncio.get_running_loop().create_future(), len(wanted))
         for in_flight in wanted:
-            in_flight.waiters += 1
+            in_flight.callers.append(caller)
         try:
-            await asyncio.wait([in_flight.future for in_flight in wanted])
+            await caller.done
         finally:
-            for in_flight in wanted:
-                in_flight.waiters -= 1
+            caller.gone = True
 
     async def _work(self) -> None:
         while True:
@@ -134,15 +165,20 @@ class MicroBatcher:
         batch: list[Key] = []
         while self._queue and len(batch) < size and self._queue[0][1] == k:
             key = self._queue.popleft()
-            in_flight = self._in_flight[key]
-            if in_flight.waiters:
-                self._metrics.queue_seconds.observe(time.perf_counter() - in_flight.since)
+            if self._in_flight[key].is_wanted():
                 batch.append(key)
             else:
                 self._metrics.abandoned.inc()
-                self._in_flight.pop(key).future.cancel()
+                self._finish(key, ())
         self._metrics.queue.set(len(self._queue))
+        if batch:
+            self._metrics.queue_seconds.observe(time.perf_counter() - self._in_flight[batch[0]].since)
         return batch
+
+    def _finish(self, key: Key, outcome: Hits | Exception) -> None:
+        self._in_flight.pop(key).answer(outcome)
+        if not self._in_flight:
+            self._idle.set()
 
     async def _run(self, batch: list[Key]) -> None:
         """Search one batch and answer everybody who waits for it. A failure is theirs alone."""
@@ -165,20 +201,13 @@ class MicroBatcher:
             outcomes = results
         for key, outcome in zip(batch, outcomes, strict=True):
             if isinstance(outcome, Exception):
-                self._refuse(key, outcome)
+                self._finish(key, outcome)
             else:
-                self._answer(key, tuple(outcome))
+                hits = tuple(outcome)
+                self._cache.put(key, hits)
+                self._finish(key, hits)
         self._metrics.cache_weight.set(self._cache.weight)
         self._metrics.batch_size.observe(len(batch))
-
-    def _answer(self, key: Key, hits: Hits) -> None:
-        self._cache.put(key, hits)
-        self._in_flight.pop(key).future.set_result(hits)
-
-    def _refuse(self, key: Key, error: Exception) -> None:
-        future = self._in_flight.pop(key).future
-        future.set_exception(error)
-        future.exception()  # read once here: with its client gone nobody else may ever look
 
     def _search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
         """Search in this thread, and note how long it took."""
@@ -200,12 +229,11 @@ class MicroBatcher:
             logger.error("search of %d queries failed", len(batch), exc_info=error)
             failure = SearchFailedError(f"{type(error).__name__}: {error}")
         for key in batch:
-            self._refuse(key, failure)
+            self._finish(key, failure)
 
     async def stop(self) -> None:
         """Finish what was accepted, then end the threads."""
-        if self._in_flight:
-            await asyncio.wait([in_flight.future for in_flight in self._in_flight.values()])
+        await self._idle.wait()
         for worker in self._workers:
             worker.cancel()
         self._threads.shutdown(wait=True)

@@ -293,6 +293,10 @@ def sampled_sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
+_PER_BYTE = 4
+"""A document holds its text three times: alone, after its title, and encoded."""
+
+
 class PassageStore:
     """Random access to the passages of a corpus whose row offsets are known. The text stays in the kernel's file cache.
 
@@ -301,7 +305,7 @@ class PassageStore:
     rename) meanwhile, but not written in place.
     """
 
-    def __init__(self, path: Path, starts: npt.NDArray[np.int64], cached: int = 8192) -> None:
+    def __init__(self, path: Path, starts: npt.NDArray[np.int64], cache_bytes: int = 96 << 20) -> None:
         """``starts`` [N]: offset in bytes of each passage, ascending."""
         self._starts = starts
         try:
@@ -312,7 +316,8 @@ class PassageStore:
         self._size = os.fstat(self._file).st_size
         self.path = path
         # Training repeats its queries, so the same passages come back within seconds.
-        self._cached_read = lru_cache(maxsize=cached)(self._read)
+        mean_bytes = max(1, self._size // max(1, len(starts)))
+        self._cached_read = lru_cache(maxsize=cache_bytes // (_PER_BYTE * mean_bytes))(self._read)
         if self._size == 0:
             raise CorpusError(f"corpus {path} is empty")
         if len(starts) and int(starts[-1]) >= self._size:

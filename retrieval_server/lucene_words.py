@@ -30,7 +30,10 @@ _ASCII_WORD = re.compile(r"\w+(?:(?:[.:'](?=[a-z])(?<=[a-z].)|[.,;'](?=\d)(?<=\d
 def words(text: str) -> list[str]:
     """Return the words of a text, lower case, without the possessive s."""
     if text.isascii():
-        found = _ASCII_WORD.findall(text.lower())
+        text = text.lower()
+        found = _ASCII_WORD.findall(text)
+        if "'s" not in text and "_" not in text:  # nothing for the last line to do
+            return found
     else:  # Python makes two characters of a dotted capital I, Lucene one
         found = _word_pattern().findall(text.replace("\u0130", "i").lower())
     return [_without_possessive(word) for word in found if word.strip("_")]

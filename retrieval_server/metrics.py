@@ -26,7 +26,10 @@ class ServerMetrics:
         self.cache_weight = Gauge(f"{prefix}cache_weight", "Documents (and queries) in the cache", registry=registry)
         self.queue = Gauge(f"{prefix}queue_length", "Queries waiting to be searched", registry=registry)
         self.queue_seconds = Histogram(
-            f"{prefix}queue_seconds", "Time of one query in the queue", buckets=_SECONDS, registry=registry
+            f"{prefix}queue_seconds",
+            "Time in the queue of the query of a batch that waited longest",
+            buckets=_SECONDS,
+            registry=registry,
         )
         self.abandoned = Counter(
             f"{prefix}abandoned_queries", "Queries not searched because every client that asked left", registry=registry

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ MAX_QUERY_TERMS = 1024
 # bm25s's own file names, so that the folder also opens with bm25s.BM25.load.
 VALUES, POSTINGS, INDPTR = "data.csc.index.npy", "indices.csc.index.npy", "indptr.csc.index.npy"
 VOCABULARY, PARAMS = "vocab.index.json", "params.index.json"
-# Ours: where in the corpus each passage begins, where in the vocabulary each term.
-STARTS, TERM_STARTS = "starts.npy", "vocab.starts.npy"
+# Ours: where in the corpus each passage begins, where in the vocabulary each term; the largest value of each term.
+STARTS, TERM_STARTS, LARGEST = "starts.npy", "vocab.starts.npy", "largest.npy"
 _CHECKED_AT_ONCE = 1 << 20
 
 
@@ -41,22 +42,25 @@ class Bm25Retriever:
         values: npt.NDArray[np.float32],
         postings: npt.NDArray[np.int32],
         indptr: npt.NDArray[Any],
+        largest: npt.NDArray[np.float32],
         vocabulary: Vocabulary,
         analyzer: Analyzer,
         passages: PassageStore,
         manifest: Manifest,
     ) -> None:
-        """``values`` and ``postings`` [postings], ``indptr`` [terms + 1]; see ``load`` for where they come from."""
+        """``values`` and ``postings`` [postings], ``indptr`` [V + 1], ``largest`` [V]; see ``load``."""
         from retrieval_server.backends import bm25_kernel  # numba takes half a second: not at import
 
         self._kernel = bm25_kernel
-        self._values, self._postings, self._indptr = values, postings, indptr
+        self._values, self._postings, self._indptr, self._largest = values, postings, indptr, largest
         self._vocabulary, self._analyzer, self._passages = vocabulary, analyzer, passages
         self._manifest = manifest
+        # Queries repeat a few thousand words, and looking a term up takes some 20 slices of the file.
+        self._number = lru_cache(maxsize=1 << 16)(self._number_of)
         self._totals = np.zeros(len(passages), np.float32)
         self._touched = np.zeros(len(passages), np.int32)
         self._lock = threading.Lock()  # the two scratch arrays and the stemmer serve one search at a time
-        bm25_kernel.warm_up(values, postings, indptr)
+        bm25_kernel.warm_up(values, postings, indptr, largest)
 
     @classmethod
     def load(cls, spec: Bm25Spec, progress: LoadProgress) -> Bm25Retriever:
@@ -81,15 +85,15 @@ class Bm25Retriever:
         check_files(folder, manifest, spec.verify, count)
         passages_path = served_corpus(folder, manifest, spec.corpus_path, spec.verify, count)
         progress.update("checking that the arrays fit each other", 0.7)
-        values, postings, indptr, starts, term_starts = (
-            np.asarray(_load_array(folder / name)) for name in (VALUES, POSTINGS, INDPTR, STARTS, TERM_STARTS)
+        values, postings, indptr, starts, term_starts, largest = (
+            np.asarray(_load_array(folder / name)) for name in (VALUES, POSTINGS, INDPTR, STARTS, TERM_STARTS, LARGEST)
         )
-        _check_arrays(folder, manifest, values, postings, indptr, starts, term_starts)
+        _check_arrays(folder, manifest, values, postings, indptr, starts, term_starts, largest)
         vocabulary = Vocabulary(folder / VOCABULARY, term_starts)
         analyzer = _matching_analyzer(folder, manifest)
         progress.update("compiling the search kernel", 0.8)
         passages = PassageStore(passages_path, starts)
-        retriever = cls(values, postings, indptr, vocabulary, analyzer, passages, manifest)
+        retriever = cls(values, postings, indptr, largest, vocabulary, analyzer, passages, manifest)
         progress.update("ready", 1.0)
         return retriever
 
@@ -111,7 +115,7 @@ class Bm25Retriever:
             pointers = np.cumsum([0, *map(len, ids)], dtype=np.int64)
             terms = np.fromiter((term for query_ids in ids for term in query_ids), np.int64, int(pointers[-1]))
             self._kernel.search_batch(
-                terms, pointers, self._values, self._postings, self._indptr, self._totals, self._touched,
+                terms, pointers, self._values, self._postings, self._indptr, self._largest, self._totals, self._touched,
                 rows, scores, counts,
             )  # fmt: skip
         return [
@@ -120,9 +124,14 @@ class Bm25Retriever:
         ]
 
     def _term_ids(self, query: str) -> list[int]:
-        look_up = self._vocabulary.number
-        known = [number for term in self._analyzer.terms(query) if (number := look_up(term)) is not None]
+        number_of = self._number
+        known = [number for word in self._analyzer.words(query) if (number := number_of(word)) is not None]
         return known[-MAX_QUERY_TERMS:]
+
+    def _number_of(self, word: str) -> int | None:
+        """Return the number of a word's term; None for a stop word, or a term of no passage."""
+        term = self._analyzer.term(word)
+        return None if term is None else self._vocabulary.number(term)
 
     def info(self) -> dict[str, Any]:
         """Return the manifest and, again at the top, the identity of the corpus."""
@@ -131,6 +140,7 @@ class Bm25Retriever:
 
     def close(self) -> None:
         """Unmap the corpus and the vocabulary."""
+        self._number.cache_clear()
         self._passages.close()
         self._vocabulary.close()
 
@@ -151,12 +161,15 @@ def _check_arrays(
     indptr: npt.NDArray[Any],
     starts: npt.NDArray[Any],
     term_starts: npt.NDArray[Any],
+    largest: npt.NDArray[Any],
 ) -> None:
     """Refuse arrays that do not fit each other: the compiled kernel trusts them and would read outside of them."""
     n_passages = manifest.corpus.passages
     facts = [
         ("dtype of the values", str(values.dtype), "float32"),
         ("dtype of the postings", str(postings.dtype), "int32"),
+        ("dtype of the largest values", str(largest.dtype), "float32"),
+        ("largest values", len(largest), len(term_starts)),
         ("passages", len(starts), n_passages),
         ("postings", len(postings), len(values)),
         ("terms", len(indptr) - 1, len(term_starts)),

@@ -18,6 +18,7 @@ from retrieval_server.analyzer import Analyzer
 from retrieval_server.backends.bm25 import (
     INDPTR,
     KIND,
+    LARGEST,
     PARAMS,
     POSTINGS,
     STARTS,
@@ -30,6 +31,7 @@ from retrieval_server.backends.bm25_analysis import analyze
 from retrieval_server.backends.bm25_blocks import Block
 from retrieval_server.backends.bm25_merge import (
     ArrayWriter,
+    PostingFiles,
     Scoring,
     document_frequencies,
     merge_vocabularies,
@@ -43,7 +45,7 @@ from retrieval_server.progress import Progress
 from retrieval_server.specs import Bm25Spec
 from retrieval_server.types import LoadProgress
 
-LAYOUT = 2
+LAYOUT = 3
 """Of the files in the folder: an index with another layout is built again."""
 POSTINGS_AT_ONCE = 1 << 23
 """Scored together, in some 200 MB of memory."""
@@ -107,7 +109,8 @@ def write_index(plan: BuildPlan, folder: Path, blocks: Sequence[Block]) -> dict[
             starts.append(block.array("starts"))
     n_passages, occurrences = starts.length, sum(int(block.array("lengths").sum(dtype=np.int64)) for block in blocks)
     scoring = Scoring(plan.k1, plan.b, n_passages, occurrences / n_passages)
-    write_postings(blocks, indptr, scoring, folder / VALUES, folder / POSTINGS, POSTINGS_AT_ONCE, progress.update)
+    files = PostingFiles(folder / VALUES, folder / POSTINGS, folder / LARGEST)
+    write_postings(blocks, indptr, scoring, files, POSTINGS_AT_ONCE, progress.update)
     (folder / PARAMS).write_text(json.dumps(_params(plan, n_passages), indent=4), encoding="utf-8")
     progress.done(f"{int(indptr[-1]):,} postings")
     return {

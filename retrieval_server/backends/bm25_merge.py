@@ -149,21 +149,34 @@ def _numbers(block: Block) -> Array:
     return np.memmap(path, np.int32, mode="r") if path.stat().st_size else np.empty(0, np.int32)
 
 
+@dataclass(frozen=True, slots=True)
+class PostingFiles:
+    """Where the arrays of the postings go: by term and row ``values`` and ``rows``, by term ``largest`` value."""
+
+    values: Path
+    rows: Path
+    largest: Path
+
+
 def write_postings(
     blocks: Sequence[Block],
     indptr: npt.NDArray[np.int64],
     scoring: Scoring,
-    values: Path,
-    postings: Path,
+    files: PostingFiles,
     at_once: int,
     on_range: Callable[[float], None],
 ) -> None:
-    """Write the scores and the rows of all postings, by term and then by row; ``on_range`` is told the fraction done.
+    """Write the scores and the rows of all postings, by term and then by row, and the largest score of each term.
 
-    ``at_once``: postings in memory together; a single term with more of them goes from the blocks to the file directly.
+    ``on_range`` is told the fraction done. ``at_once``: postings in memory together; a single term with more of them
+    goes from the blocks to the files directly.
     """
     bases = np.cumsum([0, *(len(block.array("lengths")) for block in blocks)])
-    with ArrayWriter(values, np.float32) as value_file, ArrayWriter(postings, np.int32) as row_file:
+    with (
+        ArrayWriter(files.values, np.float32) as value_file,
+        ArrayWriter(files.rows, np.int32) as row_file,
+        ArrayWriter(files.largest, np.float32) as largest_file,
+    ):
         for first, last in _ranges(indptr, at_once):
             weights = scoring.idf(np.diff(indptr[first : last + 1])).astype(np.float64)
             pieces = (
@@ -171,13 +184,18 @@ def write_postings(
                 for block, base in zip(blocks, bases, strict=False)
             )
             if last - first == 1:
+                largest = np.float32(0)
                 for _, _, rows, scores in pieces:
                     row_file.append(rows)
                     value_file.append(scores)
+                    largest = max(largest, scores.max(initial=0))
+                largest_file.append([largest])
             else:
-                rows, scores = _gathered(pieces, indptr[first : last + 1] - indptr[first])
+                starts = indptr[first : last + 1] - indptr[first]
+                rows, scores = _gathered(pieces, starts)
                 row_file.append(rows)
                 value_file.append(scores)
+                largest_file.append(np.maximum.reduceat(scores, starts[:-1]))
             on_range(int(indptr[last]) / max(1, int(indptr[-1])))
 
 

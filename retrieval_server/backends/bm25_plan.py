@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from retrieval_server.analyzer import Analyzer
+from retrieval_server.backends.bm25 import INDPTR, LARGEST, TERM_STARTS, VOCABULARY
 from retrieval_server.backends.bm25_analysis import BLOCK_BYTES, choose_workers
 from retrieval_server.backends.bm25_blocks import Block, write_block
 from retrieval_server.backends.bm25_build import POSTINGS_AT_ONCE, write_index
@@ -50,9 +51,7 @@ def _extrapolate(plan: BuildPlan, found: Sample, n: int, folder: Path) -> Estima
     writing = (time.process_time() - started) / len(lines)
     terms = _grown(len(blocks[0].array("pointers")) - 1, statistics["terms"], len(lines), n)
     postings = n * statistics["postings"] / len(lines)
-    vocabulary_bytes = sum(
-        (index / name).stat().st_size for name in ("vocab.index.json", "vocab.starts.npy", "indptr.csc.index.npy")
-    )
+    vocabulary_bytes = sum((index / name).stat().st_size for name in (VOCABULARY, TERM_STARTS, INDPTR, LARGEST))
     index_bytes = round(8 * postings + 8 * n + terms * vocabulary_bytes / statistics["terms"])
     workers = choose_workers(plan.workers, found.passages * found.line_bytes)
     reading = _PROCESS + BLOCK_BYTES * _PER_BLOCK_BYTE * workers + (_PROCESS * workers if workers > 1 else 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ from retrieval_server.errors import IndexFolderError
 class Vocabulary:
     """Terms and their numbers, from a JSON object ``{"term": number, ..}`` in alphabetical order."""
 
-    def __init__(self, path: Path, starts: npt.NDArray[np.int64], cached: int = 1 << 16) -> None:
+    def __init__(self, path: Path, starts: npt.NDArray[np.int64]) -> None:
         """``starts`` [V]: where in the file each term begins. Raises IndexFolderError when they do not fit the file."""
         with path.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -25,13 +24,11 @@ class Vocabulary:
                 f"{path} has {len(self._map)} bytes, but its terms begin at {int(starts[0])} to {int(starts[-1])}; "
                 "rebuild the index"
             )
-        # Queries repeat a few thousand words; a look-up takes some 20 comparisons, each a slice of the file.
-        self.number = lru_cache(maxsize=cached)(self._number)
 
     def __len__(self) -> int:
         return len(self._starts)
 
-    def _number(self, term: str) -> int | None:
+    def number(self, term: str) -> int | None:
         """Return the number of a term in [0, V), or None when it does not occur."""
         wanted, low, high = term.encode("utf-8", "surrogatepass"), 0, len(self._starts)
         while low < high:
@@ -48,5 +45,4 @@ class Vocabulary:
 
     def close(self) -> None:
         """Unmap the file."""
-        self.number.cache_clear()
         self._map.close()

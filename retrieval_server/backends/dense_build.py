@@ -203,7 +203,7 @@ class _Writer:
             return EmbeddingFile(given, corpus.passages, encoder.dim, "float32")
         copy = self._folder / PASSAGES_NAME
         served = copy if copy.exists() else CorpusReader(self._plan.corpus_path).served
-        passages = PassageStore(served, load_starts(self._folder), cached=0)
+        passages = PassageStore(served, load_starts(self._folder), cache_bytes=0)
 
         def encode(rows: range) -> npt.NDArray[np.float32]:
             return encoder.encode_passages([passages[row].contents for row in rows], self._model.max_length)
