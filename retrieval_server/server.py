@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import errno
+import gc
 import logging
 import os
 import resource
@@ -22,6 +23,7 @@ from retrieval_server.connection import Connection, Draining, connection_class
 from retrieval_server.errors import RetrievalServerError, SettingsError
 from retrieval_server.service import Loader
 from retrieval_server.settings import Settings
+from retrieval_server.types import LoadProgress, Retriever
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +81,7 @@ def serve(load: Loader, settings: Settings, listener: socket.socket) -> int:
         failures.append(error)
         server.should_exit = True
 
-    server = build(create_app(load, settings, stop_on_failure), settings)
+    server = build(create_app(_then_freeze(load), settings, stop_on_failure), settings)
     signal.signal(signal.SIGTERM, _exit_cleanly)
     host, port = listener.getsockname()[:2]
     if not host.startswith(_LOOPBACK) and not settings.api_key_env:
@@ -97,6 +99,21 @@ def serve(load: Loader, settings: Settings, listener: socket.socket) -> int:
         sys.stderr.write(f"error: {failures[0]}\n")
         return 2
     return 1
+
+
+def _then_freeze(load: Loader) -> Loader:
+    """Return a loader after which the garbage collector no longer looks at what is there: it stays until the end.
+
+    Otherwise it stops all requests for a tenth of a second now and then, to walk through libraries and index.
+    """
+
+    def load_and_freeze(progress: LoadProgress) -> Retriever:
+        retriever = load(progress)
+        gc.collect()
+        gc.freeze()
+        return retriever
+
+    return load_and_freeze
 
 
 def build(app: FastAPI, settings: Settings) -> DrainingServer:

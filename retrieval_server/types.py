@@ -9,7 +9,7 @@ import json
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import pydantic_core
 
@@ -42,8 +42,7 @@ class Document:
         return cls(id, contents, title, text, encoded)
 
 
-@dataclass(frozen=True, slots=True)
-class Hit:
+class Hit(NamedTuple):
     """One retrieved document. Larger scores are better; the scale is the backend's own."""
 
     document: Document

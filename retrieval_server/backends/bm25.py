@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +31,14 @@ VOCABULARY, PARAMS = "vocab.index.json", "params.index.json"
 # Ours: where in the corpus each passage begins, where in the vocabulary each term; the largest value of each term.
 STARTS, TERM_STARTS, LARGEST = "starts.npy", "vocab.starts.npy", "largest.npy"
 _CHECKED_AT_ONCE = 1 << 20
+_MOST_PARALLEL = 4
+"""Searches at a time: each has two arrays of four bytes per passage."""
 
 
 class Bm25Retriever:
     """Implements ``types.Retriever``. Among equal scores the passage that comes first in the corpus ranks first."""
 
     name = KIND
-    parallel = 1
 
     def __init__(
         self,
@@ -57,9 +60,10 @@ class Bm25Retriever:
         self._manifest = manifest
         # Queries repeat a few thousand words, and looking a term up takes some 20 slices of the file.
         self._number = lru_cache(maxsize=1 << 16)(self._number_of)
-        self._totals = np.zeros(len(passages), np.float32)
-        self._touched = np.zeros(len(passages), np.int32)
-        self._lock = threading.Lock()  # the two scratch arrays and the stemmer serve one search at a time
+        # Two even on one core: while one search waits for the interpreter the other one is in the kernel.
+        self.parallel = max(2, min(_MOST_PARALLEL, len(os.sched_getaffinity(0))))
+        self._scratch = threading.local()
+        self._lock = threading.Lock()  # the stemmer serves one search at a time
         bm25_kernel.warm_up(values, postings, indptr, largest)
 
     @classmethod
@@ -109,19 +113,27 @@ class Bm25Retriever:
         k = min(k, self.size)
         with self._lock:
             ids = [self._term_ids(query) for query in queries]
-            rows = np.empty((len(ids), k), np.int32)
-            scores = np.empty((len(ids), k), np.float32)
-            counts = np.empty(len(ids), np.int64)
-            pointers = np.cumsum([0, *map(len, ids)], dtype=np.int64)
-            terms = np.fromiter((term for query_ids in ids for term in query_ids), np.int64, int(pointers[-1]))
-            self._kernel.search_batch(
-                terms, pointers, self._values, self._postings, self._indptr, self._largest, self._totals, self._touched,
-                rows, scores, counts,
-            )  # fmt: skip
+        rows = np.empty((len(ids), k), np.int32)
+        scores = np.empty((len(ids), k), np.float32)
+        counts = np.empty(len(ids), np.int64)
+        pointers = np.cumsum([0, *map(len, ids)], dtype=np.int64)
+        terms = np.fromiter(chain.from_iterable(ids), np.int64, int(pointers[-1]))
+        totals, touched = self._scratch_arrays()
+        self._kernel.search_batch(
+            terms, pointers, self._values, self._postings, self._indptr, self._largest, totals, touched,
+            rows, scores, counts,
+        )  # fmt: skip
         return [
             [Hit(self._passages[row], score) for row, score in zip(row_list[:n], score_list[:n], strict=True)]
             for row_list, score_list, n in zip(rows.tolist(), scores.tolist(), counts.tolist(), strict=True)
         ]
+
+    def _scratch_arrays(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]]:
+        """Return this thread's two arrays [N] for the kernel."""
+        if not hasattr(self._scratch, "arrays"):
+            self._scratch.arrays = np.zeros(self.size, np.float32), np.zeros(self.size, np.int32)
+        arrays: tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]] = self._scratch.arrays
+        return arrays
 
     def _term_ids(self, query: str) -> list[int]:
         number_of = self._number

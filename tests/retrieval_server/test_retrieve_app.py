@@ -427,8 +427,8 @@ async def test_metrics_count(client: httpx.AsyncClient) -> None:
     assert samples["retrieval_batch_size_sum"] == 2
     assert samples["retrieval_ready"] == 1
     assert samples['retrieval_request_seconds_count{path="/retrieve"}'] == 3
-    assert samples["retrieval_search_seconds_count"] == 1
-    assert samples["retrieval_queue_seconds_count"] == 1
+    assert samples["retrieval_search_seconds_count"] == samples["retrieval_batch_size_count"] > 0
+    assert samples["retrieval_queue_seconds_count"] == samples["retrieval_batch_size_count"]
     assert samples["retrieval_queue_length"] == samples["retrieval_running_searches"] == 0
     assert samples["process_resident_memory_bytes"] > 1e6
 
