@@ -28,7 +28,7 @@ from search_r1.chat import Conversation, Decoding, Transcript
 from search_r1.codec import Codec
 from search_r1.config import EpisodeSettings, RetrieverConfig
 from search_r1.episode import EpisodeTools
-from search_r1.prompts import TEMPLATES, PromptBuilder
+from search_r1.prompts import PromptBuilder
 from search_r1.search_client import SearchClient
 from search_r1.whole_text import HALF_A_PAIR, is_whole
 from verl.errors import ChatR1Error, DataError, ModelError, RetrievalError
@@ -45,6 +45,7 @@ class Recipe:
     template: str = "chatr1"
     native_thinking: str = "keep"
     history: str | int = "all"
+    history_answers: bool = True
     max_turns: int = 2
     do_search: bool = True
     max_start_length: int = 2048
@@ -62,6 +63,7 @@ _KEYS = {
     "template": "data.template",
     "native_thinking": "data.native_thinking",
     "history": "data.history",
+    "history_answers": "data.history_answers",
     "max_turns": "max_turns",
     "do_search": "do_search",
     "max_start_length": "data.max_start_length",
@@ -222,7 +224,7 @@ async def talk(options: argparse.Namespace, recipe: Recipe, url: str, history: S
         await client.start()
     engine = HfEngine(str(options.model), dtype=recipe.dtype, max_num_seqs=1, max_model_len=settings.context_limit)
     codec = Codec(engine.tokenizer, recipe.native_thinking)
-    builder = PromptBuilder(codec, recipe.template, recipe.history, settings.max_start_length)
+    builder = PromptBuilder(codec, recipe.template, recipe.history, settings.max_start_length, recipe.history_answers)
     decoding = Decoding(options.temperature, options.top_p, options.seed)
     conversation = Conversation(builder, EpisodeTools(codec, settings, client), decoding, history)
     transcript = Transcript(codec, _write, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ)
@@ -294,7 +296,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--retriever-url", type=_address, help="address of a /retrieve route")
     parser.add_argument("--api-key-env", help="environment variable that holds the service's bearer token")
     parser.add_argument("--config-name", help="recipe of configs/ to take prompt form and limits from")
-    parser.add_argument("--template", choices=TEMPLATES.names(), help="prompt form, instead of the recipe's")
+    parser.add_argument("--template", help="prompt form (name or .txt file), instead of the recipe's")
     passages = _number(int, lambda n: n >= 1, "must be a whole number of at least 1")
     parser.add_argument("--topk", type=passages, help="passages per search, instead of the recipe's")
     turns = _number(int, lambda n: n >= 0, "must be a whole number of at least 0")

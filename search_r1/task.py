@@ -19,13 +19,14 @@ from search_r1.judge.endpoint import JudgeError
 from search_r1.judge.judge import Judge
 from search_r1.observation import shell_tokens
 from search_r1.pipelines import BOUNDS, PIPELINES
-from search_r1.prompts import TEMPLATE_VERSIONS, PromptBuilder
+from search_r1.prompts import PromptBuilder
 from search_r1.rewards.formulas import describe, score
 from search_r1.rewards.parts import answer_metric
 from search_r1.rewards.text import ANSWER_METRICS, NORMALISERS, best
 from search_r1.rewards.view import EpisodeView, shown_text
 from search_r1.search_client import SearchClient
 from search_r1.template_check import check_template
+from search_r1.templates import template_version
 from verl.errors import ConfigError, DataError
 from verl.types import EpisodeContext, Finding, Generate, Prompt, Reward, Tokenizer, Trajectory
 
@@ -58,7 +59,11 @@ class SearchTask:
         self._judge = Judge(self._config.judge) if self._config.reward_model.judge_score > 0 else None
         self._tools = EpisodeTools(self._codec, self._settings, self._client or _given(search))
         self._prompts = PromptBuilder(
-            self._codec, self._data.template, self._data.history, self._settings.max_start_length
+            self._codec,
+            self._data.template,
+            self._data.history,
+            self._settings.max_start_length,
+            self._data.history_answers,
         )
 
     @classmethod
@@ -102,11 +107,11 @@ class SearchTask:
     def _report(self, split: str, n_rows: int, refusals: Counter[str], shortened: int) -> None:
         template = self._data.template
         logger.info(
-            "%s: %d rows, template %s v%d, %d shortened",
+            "%s: %d rows, template %s %s, %d shortened",
             split,
             n_rows,
             template,
-            TEMPLATE_VERSIONS[template],
+            template_version(template),
             shortened,
         )
         if refusals:

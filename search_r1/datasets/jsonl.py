@@ -46,7 +46,7 @@ def read_jsonl(path: Path, prompt_key: str = "prompt") -> Iterator[tuple[str, Ro
             for name in set(record) - set(KEYS) - strangers:
                 strangers.add(name)
                 logger.warning("%s: column %r is not read%s", place, name, closest(name, KEYS))
-            yield place, _row(Fields(record, place))
+            yield place, row_of(Fields(record, place))
 
 
 def _parse(line: bytes, place: str) -> dict[str, Any]:
@@ -61,7 +61,8 @@ def _parse(line: bytes, place: str) -> dict[str, Any]:
     return record
 
 
-def _row(fields: Fields) -> Row:
+def row_of(fields: Fields) -> Row:
+    """Return the row of one object; raises DataError naming its place, the column and the value."""
     qid = fields.identifier("qid")
     if qid is None:
         raise fields.fail("qid", "is required")

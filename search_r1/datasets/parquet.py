@@ -9,6 +9,7 @@ without a ``qid`` are named ``<data_source>:<file stem>:<position>``.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,12 @@ _BATCH = 1024
 
 def read_parquet(path: Path, prompt_key: str = "prompt") -> Iterator[tuple[str, Row]]:
     """Yield (place, row) in file order. Raises DataError naming file and row (from 0)."""
+    for position, fields in parquet_records(path):
+        yield fields.place, row_of(fields, position, prompt_key)
+
+
+def parquet_records(path: Path) -> Iterator[tuple[str, Fields]]:
+    """Yield (file stem and position, record) in file order; raises DataError naming file and row of damage."""
     import pyarrow as pa  # imported here so that the task loads without it where only JSONL is used
     import pyarrow.parquet as pq
 
@@ -38,12 +45,12 @@ def read_parquet(path: Path, prompt_key: str = "prompt") -> Iterator[tuple[str, 
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise DataError(f"{path}: damaged in or after row {index}: {error}") from error
         for record in records:
-            place = f"{path}: row {index}"
-            yield place, _row(Fields(record, place), f"{path.stem}:{index}", prompt_key)
+            yield f"{path.stem}:{index}", Fields(record, f"{path}: row {index}")
             index += 1
 
 
-def _row(fields: Fields, position: str, prompt_key: str) -> Row:
+def row_of(fields: Fields, position: str, prompt_key: str = "prompt") -> Row:
+    """Return the row of one record; raises DataError naming its place, the column and the value."""
     source = fields.text_or_none("data_source") or DEFAULT_SOURCE
     truth = _ground_truth(fields)
     golden = fields.texts_or_none("golden_answers")
@@ -69,7 +76,7 @@ def _row(fields: Fields, position: str, prompt_key: str) -> Row:
         data_source=source,
         corpus_sha256=fields.text_or_none("corpus_sha256"),
         messages=_messages(fields, prompt_key),
-        extra={} if golden is None or golden == answers else {"golden_answers": list(golden)},
+        extra=_notes(fields) | ({} if golden is None or golden == answers else {"golden_answers": list(golden)}),
     )
 
 
@@ -81,6 +88,21 @@ def _ground_truth(fields: Fields) -> Fields:
     if not isinstance(truth, Mapping):
         raise fields.fail("reward_model", "must be {style, ground_truth: {target, rewrite, doc}}")
     return Fields(truth, f"{fields.place}: reward_model.ground_truth")
+
+
+def _notes(fields: Fields) -> dict[str, Any]:
+    """Return what the importer of the source noted (``extra_info.notes``, a JSON object as text)."""
+    info = fields.object_or_none("extra_info")
+    text = None if info is None else info.text_or_none("notes")
+    if info is None or text is None:
+        return {}
+    try:
+        notes = json.loads(text)
+    except ValueError as error:
+        raise info.fail("notes", f"must be a JSON object: {error}") from None
+    if not isinstance(notes, dict):
+        raise info.fail("notes", "must be a JSON object")
+    return notes
 
 
 def _messages(fields: Fields, prompt_key: str) -> tuple[Mapping[str, str], ...] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 DEFAULT_SOURCE = "conversation"
@@ -21,7 +21,7 @@ class Row:
     """Unique in its split."""
     question: str
     answers: tuple[str, ...]
-    """References; scores take the best. Never empty."""
+    """References; scores take the best. Empty only in an importer's hands: what is loaded for a run has one."""
     history: tuple[str, ...] | None = None
     """Question, answer, question, answer ... oldest first, even length; None when only a rendered prompt exists."""
     conv_id: str | None = None
@@ -62,6 +62,10 @@ class Row:
         for name in ("answers", "history", "gold_passage_ids", "messages"):
             values[name] = None if values[name] is None else tuple(values[name])
         return cls(**values)
+
+    def with_supervision(self, **found: Any) -> Row:
+        """Return the row with those of the given fields that are not None and that it lacks."""
+        return replace(self, **{n: v for n, v in found.items() if v is not None and getattr(self, n) is None})
 
     @property
     def depth(self) -> int | None:

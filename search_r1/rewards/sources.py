@@ -10,8 +10,9 @@ from verl.registry import closest
 
 _EM = "nq triviaqa popqa hotpotqa 2wikimultihopqa musique bamboogle strategyqa web_questions"
 _F1 = """
-topiocqa qrecc wow cast2020 cast2022 ikat2023 ikat2024 mtfiqa mtclapnq mtgovt mtibmcloud ultrachat inscit faithdial coqa
-md2d mantis icconv slupart/qrecc-rewrite-mistral slupart/topiocqa-rewrite-mistral slupart/cast20-rewrite-mistral
+topiocqa qrecc wow cast2019 cast2020 cast2021 cast2022 ikat2023 ikat2024 quac orquac canard doc2dial mtfiqa
+mtclapnq mtgovt mtibmcloud ultrachat inscit faithdial coqa md2d mantis icconv
+slupart/qrecc-rewrite-mistral slupart/topiocqa-rewrite-mistral slupart/cast20-rewrite-mistral
 slupart/cast22-rewrite-mistral slupart/ikat23-rewrite-mistral
 """
 

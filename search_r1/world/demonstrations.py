@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from search_r1.observation import NOTHING_FOUND
-from search_r1.prompts import compact
+from search_r1.templates import compact
 from search_r1.world.conversations import Turn, write_conversation
 from search_r1.world.encyclopedia import Encyclopedia, Entity, Fact
 from search_r1.world.ontology import cue, full_question

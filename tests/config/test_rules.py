@@ -15,6 +15,7 @@ R, A = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 BREAKING: dict[str, tuple[str, ...]] = {
     "one group key": (f"{R}.n=2", f"{R}.n_agent=2"),
     "known estimator": ("algorithm.adv_estimator=gea",),
+    "template exists": ("data.template=no/such.txt",),
     "grpo needs groups": ("algorithm.adv_estimator=grpo",),
     "mini-batch fits the step": (f"{A}.ppo_mini_batch_size=2048", "critic.ppo_mini_batch_size=256"),
     "critic mini-batch fits the step": ("critic.ppo_mini_batch_size=2048",),

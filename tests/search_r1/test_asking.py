@@ -145,6 +145,7 @@ def test_a_question_asked_is_the_episode_of_an_evaluation(tmp_path: Path) -> Non
         template="compact",
         native_thinking="keep",
         history="all",
+        history_answers=True,
         max_start_length=SETTINGS.max_start_length,
         max_prompt_length=SETTINGS.max_prompt_length,
         max_response_length=SETTINGS.max_response_length,

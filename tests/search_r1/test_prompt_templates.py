@@ -1,10 +1,14 @@
 """Templates, fitting, refusal."""
 
+from pathlib import Path
+
 import pytest
 
 from search_r1.codec import Codec
 from search_r1.datasets.rows import Row
-from search_r1.prompts import TEMPLATES, PromptBuilder, Refusal, split_rendered
+from search_r1.prompts import PromptBuilder, Refusal
+from search_r1.rendered import history_of, split_rendered
+from search_r1.templates import TEMPLATES, template_version
 from search_r1.testing import CharTokenizer
 from verl.errors import ConfigError
 
@@ -102,3 +106,45 @@ def test_template_without_its_column_names_the_remedy() -> None:
         compact(100).build(Row(qid="q", question="Why?", answers=("x",)))
     with pytest.raises(ConfigError, match="prompt column"):
         row_builder(100).build(ROW)
+
+
+def test_questions_alone_and_blanks_are_not_shown() -> None:
+    asked = PromptBuilder(Codec(CharTokenizer()), "compact", "all", 1000, history_answers=False)
+    assert text_of(asked) == "<context>\nUser: Who wrote it?\nUser: When?\n</context>\nUser: Why?"
+    silent = Row(qid="q", question="Why?", answers=("x",), history=("", "Hello.", "When?", ""))
+    assert text_of(compact(1000), silent) == "<context>\nAssistant: Hello.\nUser: When?\n</context>\nUser: Why?"
+
+
+def test_a_template_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.txt"
+    file.write_text("Be brief {really}.\n{context}\nQ: {question}\nA:")
+    builder = PromptBuilder(Codec(CharTokenizer()), str(file), 1, 1000)
+    tricky = Row(qid="q", question="{context}?", answers=("x",), history=("a", "b", "{question}", "{context}"))
+    assert text_of(builder, tricky) == (
+        "Be brief {really}.\n<context>\nUser: {question}\nAssistant: {context}\n</context>\nQ: {context}?\nA:"
+    )
+    version = template_version(str(file))
+    assert version.startswith("sha256:")
+    file.write_text("{question}")
+    assert text_of(PromptBuilder(Codec(CharTokenizer()), str(file), "all", 1000)) == "Why?"
+    assert template_version(str(file)) != version and template_version("chatr1") == "v1"
+    for text in ("no place", "{question} {question}", "{question}{context}{context}"):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=r"mine\.txt' must hold \{question\} once"):
+            PromptBuilder(Codec(CharTokenizer()), str(file), "all", 1000)
+    with pytest.raises(ConfigError, match=r"none\.txt' cannot be read"):
+        PromptBuilder(Codec(CharTokenizer()), str(tmp_path / "none.txt"), "all", 1000)
+
+
+@pytest.mark.parametrize(
+    ("block", "history"),
+    [
+        ("User: a\nAssistant: b\nmore of b\nUser: c\nAssistant: d\n", ("a", "b\nmore of b", "c", "d")),
+        ("", ()),
+        ("User: a\nAssistant: b\nAssistant: c\n", None),
+        ("User: a\nUser: b\nAssistant: c\n", None),
+        ("They talked.\n", None),
+    ],
+)
+def test_the_history_of_a_rendered_prompt(block: str, history: tuple[str, ...] | None) -> None:
+    assert history_of(f"Explain.\n<context>\n{block}</context>\nUser query:\nWhy?\n") == history

@@ -62,6 +62,7 @@ def config(path: Path, task: dict[str, Any] | None = None, **data: Any) -> Any:
         "template": "compact",
         "native_thinking": "keep",
         "history": "all",
+        "history_answers": True,
         "max_prompt_length": 1000,
         "max_response_length": 200,
         "max_start_length": 400,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 from annotated_types import Ge, Lt
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 
 
 class Section(BaseModel):
@@ -36,6 +36,19 @@ Decay = Annotated[float, Ge(0.0), Lt(1.0)]
 
 Seed = Annotated[int, Ge(0), Lt(2**63)]
 """What every generator of random numbers accepts."""
+
+
+TEMPLATES = ("chatr1", "search_r1", "compact", "row")
+
+
+def _template(value: str) -> str:
+    if value not in TEMPLATES and not value.endswith(".txt"):
+        raise ValueError("must be 'chatr1', 'search_r1', 'compact' or 'row', or a text file that ends in .txt")
+    return value
+
+
+Template = Annotated[str, AfterValidator(_template)]
+"""A prompt template: a built-in name or the path of a text file."""
 
 
 def leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:

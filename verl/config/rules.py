@@ -102,6 +102,13 @@ RUN_RULES: tuple[Rule, ...] = (
         "set gae, grpo or module:function",
     ),
     Rule(
+        "template exists",
+        ("data.template",),
+        lambda c: not c.data.template.endswith(".txt") or Path(c.data.template).is_file(),
+        "is no file",
+        "give the path of a text file, or the name of a built-in template",
+    ),
+    Rule(
         "grpo needs groups",
         ("algorithm.adv_estimator", f"{ROLLOUT}.n", f"{ROLLOUT}.n_agent", "trainer.val_only"),
         lambda c: (

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from verl.config.base import Decay, Paths, Section, Seed
+from verl.config.base import Decay, Paths, Section, Seed, Template
 
 DType = Literal["float32", "bfloat16"]
 
@@ -28,14 +28,17 @@ class DataConfig(Section):
     """Use a seeded random subset of this many held-out rows; null: all."""
     prompt_key: str = "prompt"
     """Column of an already rendered prompt (published parquet rows)."""
-    template: Literal["chatr1", "search_r1", "compact", "row"] = "chatr1"
-    """How a conversation becomes a prompt; ``row`` uses the rendered prompt of the row as it is. Ours."""
+    template: Template = "chatr1"
+    """How a conversation becomes a prompt: ``chatr1``, ``search_r1``, ``compact``, or a text file of one's own that
+    ends in ``.txt`` and holds ``{question}`` and ``{context}``; ``row`` uses the rendered prompt of the row. Ours."""
     native_thinking: Literal["keep", "forbid"] = "keep"
     """Thinking that the model's own template knows (Qwen3). ``keep``: what the model thinks stays in the episode;
     ``forbid``: the template's switch turns it off. Taking it out of earlier turns (strip) is what such templates do to
     a finished conversation; an episode never does, since what is trained must be what was sampled. Ours."""
     history: Literal["all"] | NonNegativeInt = "all"
-    """Turns of history shown to the model: ``all`` or the last n. Ours."""
+    """Turns of history shown to the model: ``all`` or the last n; 0 shows the question alone. Ours."""
+    history_answers: bool = True
+    """Show the answers of these turns; ``false`` shows only what was asked. Ours."""
     max_prompt_length: PositiveInt = 512
     """Tokens. With ``max_response_length`` it bounds the whole context of an episode."""
     max_response_length: PositiveInt = 512

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from search_r1.prompts import compact
+from search_r1.templates import compact
 from search_r1.world import build_rows
 from search_r1.world.demonstrations import chat
 from search_r1.world.tokenizer import train_tokenizer
