@@ -249,6 +249,7 @@ def offload(setting: Setting) -> str:
 
 def ppo_steps(setting: Setting) -> str:
     """Twenty steps of the training loop itself: rollouts, critic, policy, publish."""
+    from verl.algorithms.entropy import entropy_controller
     from verl.algorithms.kl import kl_controller
     from verl.cluster.local import LocalCluster
     from verl.config import flatten
@@ -275,6 +276,7 @@ def ppo_steps(setting: Setting) -> str:
         parts = Parts(
             config=config, folder=folder, config_hash="", prompts=stream, prompts_hash="", rollouts=rollouts,
             models=models, kl=kl_controller(config.algorithm.kl_ctrl),
+            entropy=entropy_controller(config.actor_rollout_ref.actor),
             evaluator=Evaluator(task, [], rollouts, config, folder.path), tracker=Tracker(info, ()),
             store=CheckpointStore(folder.path, 1),
             total_steps=steps + 1,  # the last step would be saved and evaluated

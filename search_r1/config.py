@@ -193,12 +193,20 @@ class SearchConfig(_Section):
         turns = self.max_turns if self.do_search else 0
         turn = data.max_response_length + data.max_obs_length
         needed = data.max_start_length + turns * turn + data.max_response_length
-        if needed <= room:
-            return []
-        return [
-            f"an episode of {turns} searches with everything at its longest needs {needed} tokens, the context has "
-            f"{room}: such episodes end early; they fit with data.max_prompt_length={needed - data.max_response_length}"
-        ]
+        found = []
+        blind = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
+        if self.reward_model.intent_placement == "turn" and run.algorithm.adv_estimator in blind:
+            found.append(
+                f"intent_placement=turn changes nothing with adv_estimator={run.algorithm.adv_estimator}, which "
+                "compares whole scores; turn_grpo sees the turn"
+            )
+        if needed > room:
+            fits = needed - data.max_response_length
+            found.append(
+                f"an episode of {turns} searches with everything at its longest needs {needed} tokens, the context "
+                f"has {room}: such episodes end early; they fit with data.max_prompt_length={fits}"
+            )
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -274,6 +274,7 @@ class Group:
 # Fields of a Sample that have one entry per token, beside ``token_ids``.
 _COLUMNS = (
     "loss_mask", "rewards", "rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns",
+    "correction",
 )  # fmt: skip
 
 
@@ -281,8 +282,8 @@ _COLUMNS = (
 class Sample:
     """One trajectory as the trainer sees it: flat lists, all of length L.
 
-    Produced by ``verl.data.samples.assemble``; ``old_logprobs``, ``ref_logprobs``, ``values``, ``advantages`` and
-    ``returns`` are filled in as the step goes on (``dataclasses.replace``), None until then.
+    Produced by ``verl.data.samples.assemble``; ``old_logprobs``, ``ref_logprobs``, ``values``, ``advantages``,
+    ``returns`` and ``correction`` are filled in as the step goes on (``dataclasses.replace``), None until then.
     """
 
     sample_id: str
@@ -309,6 +310,8 @@ class Sample:
     """[L] 0 where the mask is false."""
     returns: tuple[float, ...] | None = None
     """[L] value targets, 0 where the mask is false."""
+    correction: tuple[float, ...] | None = None
+    """[L] importance weight of the token's policy loss, 0 where the mask is false; None: no correction."""
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)

@@ -11,13 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.algorithms.advantages import ADVANTAGES, AdvantageInput, estimate, gae, grpo
+from verl.algorithms.advantages import ADVANTAGES, estimate
+from verl.algorithms.estimator import AdvantageInput
+from verl.algorithms.groups import grpo
+from verl.algorithms.temporal import gae
 from verl.errors import ConfigError
 from verl.types import Sample
 
 
 def config(**overrides: object) -> SimpleNamespace:
-    values = {"adv_estimator": "gae", "gamma": 1.0, "lam": 1.0, "whiten": False, "kl_penalty": "kl"}
+    values: dict[str, object] = {"adv_estimator": "gae", "gamma": 1.0, "lam": 1.0, "whiten": False, "kl_penalty": "kl"}
+    values |= {"turn_gamma": 0.8, "turn_lam": 0.6, "turn_coef": 0.5}
     return SimpleNamespace(**(values | overrides))
 
 
@@ -148,27 +152,35 @@ def test_missing_columns_are_named() -> None:
 
 
 def test_unknown_estimator_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"did you mean 'grpo'.*known: gae, grpo"):
+    with pytest.raises(ConfigError, match=r"did you mean 'grpo'.*known: bi_level_gae, dr_grpo, gae, grpo"):
         estimate([sample([0, 1], [0, 1], [0, 0])], config(adv_estimator="grp"), 0.0)
+
+
+def spread(rewards: list[float], values: list[float], gaps: list[int], index: int) -> Sample:
+    """A sample with that many masked tokens before each model token."""
+    mask, all_rewards, all_values = [0], [0.0], [0.0]
+    for reward, value, gap in zip(rewards, values, gaps, strict=True):
+        mask += [0] * gap + [1]
+        all_rewards += [0.0] * gap + [reward]
+        all_values += [5.0] * gap + [value]
+    return sample(mask, all_rewards, all_values, "g", index)
 
 
 @pytest.mark.parametrize("name", ADVANTAGES.names())
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_inserting_masked_tokens_changes_no_other_advantage(name: str, data: st.DataObject) -> None:
+    """Between turns; where there is one turn, also inside it, but for the estimators that look at turns."""
+    by_turn = name in ("turn_gae", "bi_level_gae", "turn_grpo")
     number = st.floats(-3, 3, allow_nan=False, width=32)
     rows, padded = [], []
     for index in range(data.draw(st.integers(2, 4))):
         length = data.draw(st.integers(1, 5))
         rewards, values = ([data.draw(number) for _ in range(length)] for _ in range(2))
-        rows.append(sample([0] + [1] * length, [0, *rewards], [0, *values], "g", index))
-        mask, spread_rewards, spread_values = [0], [0.0], [0.0]
-        for reward, value in zip(rewards, values, strict=True):
-            gap = data.draw(st.integers(0, 3))
-            mask += [0] * gap + [1]
-            spread_rewards += [0.0] * gap + [reward]
-            spread_values += [5.0] * gap + [value]
-        padded.append(sample(mask, spread_rewards, spread_values, "g", index))
+        breaks = [data.draw(st.integers(0, 1)) for _ in range(length)]
+        gaps = [data.draw(st.integers(0, 3)) if at or not by_turn else 0 for at in breaks]
+        rows.append(spread(rewards, values, breaks, index))
+        padded.append(spread(rewards, values, [at + gap for at, gap in zip(breaks, gaps, strict=True)], index))
     settings_ = config(adv_estimator=name, gamma=0.9, lam=0.7, whiten=True)
     plain, _ = estimate(rows, settings_, 0.0)
     wide, _ = estimate(padded, settings_, 0.0)

@@ -10,32 +10,7 @@ import pytest
 import torch
 
 from verl.algorithms.kl import ESTIMATORS, AdaptiveKl, FixedKl, kl_controller
-from verl.algorithms.losses import AGGREGATIONS, policy_terms, value_terms
-
-
-def test_policy_loss_by_hand() -> None:
-    ratios = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.1])
-    advantages = torch.tensor([2.0, -2.0, 2.0, -2.0, 1.0])
-    terms = policy_terms(ratios.log(), torch.zeros(5), advantages, clip_ratio=0.2)
-    # Clipped where the surrogate would be too good: r too large with A > 0, r too small with A < 0.
-    assert terms.loss.tolist() == pytest.approx([-2.4, 3.0, -1.0, 1.6, -1.1])
-    assert terms.clipped.tolist() == [1, 0, 0, 1, 0]
-
-
-def test_policy_loss_at_equal_policies_is_minus_the_advantage() -> None:
-    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
-    terms = policy_terms(logprobs, logprobs.detach(), torch.tensor([0.5, -3.0]), 0.2)
-    assert terms.loss.tolist() == [-0.5, 3.0]
-    terms.loss.sum().backward()
-    assert logprobs.grad is not None
-    assert logprobs.grad.tolist() == [-0.5, 3.0]  # d(-A r)/d log p = -A: a good token's log-prob rises on descent
-
-
-def test_clipped_tokens_have_no_gradient() -> None:
-    logprobs = torch.tensor([math.log(1.5)], requires_grad=True)
-    policy_terms(logprobs, torch.zeros(1), torch.ones(1), 0.2).loss.sum().backward()
-    assert logprobs.grad is not None
-    assert logprobs.grad.item() == 0.0
+from verl.algorithms.losses import AGGREGATIONS, Totals, value_terms
 
 
 def test_value_loss_by_hand() -> None:
@@ -52,9 +27,12 @@ def test_value_loss_by_hand() -> None:
 def test_aggregations_divide_by_the_whole_mini_batch() -> None:
     # Two micro-batches of one mini-batch: trajectories of 2 and 1 tokens, then one of 3.
     first, second = torch.tensor([1.0, 2.0, 6.0]), torch.tensor([3.0, 3.0, 3.0])
-    for name, wanted in (("token", 18.0 / 6), ("sequence", (1.5 + 6.0 + 3.0) / 3)):
+    totals = Totals(tokens=6.0, sequences=3.0, scale=4.0)
+    sums = {"token": 18.0 / 6, "sequence": (1.5 + 6.0 + 3.0) / 3, "constant": 18.0 / (3 * 4)}
+    assert set(sums) == set(AGGREGATIONS)
+    for name, wanted in sums.items():
         weights = AGGREGATIONS[name]
-        total = (first * weights((2, 1), 6.0, 3.0)).sum() + (second * weights((3,), 6.0, 3.0)).sum()
+        total = (first * weights((2, 1), totals)).sum() + (second * weights((3,), totals)).sum()
         assert total.item() == pytest.approx(wanted)
 
 

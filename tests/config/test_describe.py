@@ -78,3 +78,12 @@ def test_a_context_that_cannot_hold_the_turns_is_noted_with_the_length_that_woul
     assert said(200) == []
     (note,) = said(199)
     assert "needs 220 tokens, the context has 219" in note and "data.max_prompt_length=200" in note
+
+
+def test_turn_placement_that_the_estimator_cannot_see_is_noted() -> None:
+    shaped = ["reward_model.preset=chatr1", "reward_model.rewrite_score=0.2", "reward_model.intent_placement=turn"]
+    groups = "actor_rollout_ref.rollout.n_agent=4"
+    blind = describe(load_config(overrides=[*shaped, groups, "algorithm.adv_estimator=rloo"]))
+    assert "# note: intent_placement=turn changes nothing with adv_estimator=rloo" in blind
+    overrides = [*shaped, groups, "algorithm.adv_estimator=turn_grpo", "algorithm.kl_ctrl.kl_coef=0"]
+    assert "intent_placement=turn changes nothing" not in describe(load_config(overrides=overrides))

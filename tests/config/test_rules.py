@@ -16,7 +16,7 @@ BREAKING: dict[str, tuple[str, ...]] = {
     "one group key": (f"{R}.n=2", f"{R}.n_agent=2"),
     "known estimator": ("algorithm.adv_estimator=gea",),
     "template exists": ("data.template=no/such.txt",),
-    "grpo needs groups": ("algorithm.adv_estimator=grpo",),
+    "groups to compare": ("algorithm.adv_estimator=rloo",),
     "mini-batch fits the step": (f"{A}.ppo_mini_batch_size=2048", "critic.ppo_mini_batch_size=256"),
     "critic mini-batch fits the step": ("critic.ppo_mini_batch_size=2048",),
     "start fits prompt": ("data.max_start_length=600", "data.max_obs_length=256"),
@@ -41,6 +41,22 @@ BREAKING: dict[str, tuple[str, ...]] = {
     "training rows": ("data.train_files=[]",),
     "held-out rows": ("data.val_files=[]",),
     "service has passages": ("job.serve_retrieval=true",),
+    "known policy loss": (f"{A}.policy_loss=gpso",),
+    "gspo averages trajectories": (f"{A}.policy_loss=gspo",),
+    "dual clip has a surrogate": (f"{A}.policy_loss=cispo", f"{A}.clip_ratio_c=3"),
+    "loss scale is used": (f"{A}.loss_scale_factor=100",),
+    "entropy starts within its bounds": (f"{A}.entropy_ctrl.target=1", f"{A}.entropy_coeff=0.5"),
+    "adaptive kl is in the reward": (
+        "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=9", "algorithm.kl_ctrl.target_kl=1",
+        f"{A}.use_kl_loss=true",
+    ),
+    "turn discounts are used": ("algorithm.turn_gamma=0.9",),
+    "turn weight is used": ("algorithm.turn_coef=0.5",),
+    "turn rewards are rewards": ("algorithm.adv_estimator=turn_grpo", f"{R}.n_agent=4"),
+    "correction knows the distribution": ("algorithm.correction.mode=truncate", f"{R}.top_p=0.95"),
+    "correction bounds": ("algorithm.correction.mode=truncate", "algorithm.correction.low=0.5"),
+    "filter has groups": ("algorithm.filter_groups.enable=true",),
+    "overlong has a length": ("algorithm.shaping.overlong_coef=0.1",),
 }  # fmt: skip
 UNREACHABLE = {"engine exists", "deterministic engine", "wandb is installed"}
 """They depend on what is installed; tested below."""

@@ -154,6 +154,46 @@ def test_sequence_aggregation_weighs_trajectories_equally(folder: Path) -> None:
     assert figures["policy/loss"] == pytest.approx(wanted, abs=1e-5)
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("actor_rollout_ref.actor.policy_loss=gspo", "actor_rollout_ref.actor.loss_agg=sequence"),
+        ("actor_rollout_ref.actor.policy_loss=cispo", "actor_rollout_ref.actor.loss_agg=constant"),
+        ("actor_rollout_ref.actor.llds_coef=0.5", "algorithm.correction.mode=mask"),
+    ],
+)
+def test_no_loss_depends_on_micro_batches(folder: Path, overrides: tuple[str, ...]) -> None:
+    weights = [0.5 + 0.1 * index for index in range(12)]
+    samples = [
+        replace(s, correction=tuple(w * m for m in s.loss_mask)) for s, w in zip(make_samples(12), weights, strict=True)
+    ]
+    figures = [
+        policy(folder, *overrides, f"actor_rollout_ref.actor.ppo_micro_batch_size={size}").update(samples)
+        for size in (1, 5, 12)
+    ]
+    for name in ("policy/grad_norm", "policy/loss", "policy/total_loss", "policy/clip_fraction"):
+        assert [f[name] for f in figures] == pytest.approx([figures[0][name]] * 3, rel=1e-4), name
+
+
+def test_weights_of_the_correction_reach_the_gradient(folder: Path) -> None:
+    overrides = ("algorithm.correction.mode=truncate", "actor_rollout_ref.actor.entropy_coeff=0")
+    samples = make_samples(6)
+    plain = policy(folder, overrides[1]).update(samples)
+    halved = policy(folder, *overrides).update(
+        [replace(s, correction=tuple(0.5 * m for m in s.loss_mask)) for s in samples]
+    )
+    assert halved["policy/loss"] == pytest.approx(0.5 * plain["policy/loss"])
+    assert halved["policy/grad_norm"] == pytest.approx(0.5 * plain["policy/grad_norm"], rel=1e-4)
+
+
+def test_the_entropy_weight_of_a_step_replaces_the_configured_one(folder: Path) -> None:
+    samples = make_samples(6)
+    flat = [replace(s, advantages=(0.0,) * len(s.token_ids)) for s in samples]
+    assert policy(folder).update(flat, 0.0)["policy/grad_norm"] == 0.0
+    configured = policy(folder, "actor_rollout_ref.actor.entropy_coeff=0.25").update(flat)
+    assert policy(folder).update(flat, 0.25)["policy/grad_norm"] == configured["policy/grad_norm"] > 0
+
+
 def test_mini_batches_and_epochs_make_that_many_steps_at_one_rate(folder: Path) -> None:
     worker = policy(
         folder,

@@ -75,6 +75,7 @@ def notes(config: RunConfig) -> list[str]:
         found.append("ppo_mini_batch_size is no multiple of the training ranks: some ranks run dummy micro-batches")
     if rollout.top_p < 1:
         found.append("rollout.top_p < 1: the policy is trained on more probability mass than it was sampled from")
+    found += _algorithm_notes(config)
     if rollout.name == "hf":
         found.append("the hf engine ignores gpu_memory_utilization, max_num_batched_tokens and enforce_eager")
     for key, files in (("train_files", config.data.train_files), ("val_files", config.data.val_files)):
@@ -84,6 +85,21 @@ def notes(config: RunConfig) -> list[str]:
         found.append(f"actor_rollout_ref.model.path: no folder {model} here (yet)")
     if hasattr(config.task_config, "notes"):
         found += config.task_config.notes(config)
+    return found
+
+
+def _algorithm_notes(config: RunConfig) -> list[str]:
+    found = []
+    actor = config.actor_rollout_ref.actor
+    trajectories = config.data.train_batch_size * config.actor_rollout_ref.rollout.group_size
+    one_update = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= trajectories
+    if one_update and (actor.policy_loss != "ppo" or actor.clip_ratio_c or actor.clip_ratio_high or actor.llds_coef):
+        found.append(
+            "one optimizer step per step: every ratio is 1, so policy_loss, clipping and llds_coef change nothing; "
+            "they begin to act with a smaller ppo_mini_batch_size or ppo_epochs above 1"
+        )
+    if actor.use_kl_loss and actor.kl_loss_type == "kl":
+        found.append("kl_loss_type=kl (k1) has an expected gradient of zero as a loss term; low_var_kl or mse act")
     return found
 
 

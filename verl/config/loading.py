@@ -28,7 +28,7 @@ from verl.config.problems import (
 )
 from verl.config.published import ANY, RUN_KEYS, SFT_KEYS, Pointless
 from verl.config.rules import RUN_RULES, SFT_RULES, run_rules
-from verl.config.schema import RunConfig
+from verl.config.schema import ESTIMATORS, POLICY_LOSSES, RunConfig
 from verl.config.sft_schema import SftConfig
 from verl.errors import ConfigError
 from verl.registry import import_object
@@ -67,7 +67,7 @@ def load_config(
     if schema is not None:
         config = config.model_copy(update={"task_config": _validate(schema, task, problems)})
         run_rules(RUN_RULES, config, problems)
-        _check_estimator(config, problems)
+        _check_own_functions(config, problems)
     if problems:
         raise ConfigError(report(problems, f"configuration {config_name!r}"))
     return config
@@ -151,16 +151,20 @@ def _task_schema(values: Mapping[str, Any], problems: list[Problem]) -> type[Bas
     return schema
 
 
-def _check_estimator(config: RunConfig, problems: list[Problem]) -> None:
-    """Import an estimator of one's own now; it is needed only after the rollouts of the first step."""
-    path = config.algorithm.adv_estimator
-    if ":" not in path:
-        return  # the rule "known estimator" knows the names
-    try:
-        if not callable(import_object(path, "advantage estimator")):
-            raise ConfigError("is not a function")
-    except ConfigError as error:
-        problems.append(Problem("algorithm.adv_estimator", path, str(error), "set gae, grpo or module:function"))
+def _check_own_functions(config: RunConfig, problems: list[Problem]) -> None:
+    """Import what the user brings by path now; it is needed only after the rollouts of the first step."""
+    actor = config.actor_rollout_ref.actor
+    for key, path, kind, known in (
+        ("algorithm.adv_estimator", config.algorithm.adv_estimator, "advantage estimator", ESTIMATORS),
+        ("actor_rollout_ref.actor.policy_loss", actor.policy_loss, "policy loss", POLICY_LOSSES),
+    ):
+        if ":" not in path:
+            continue  # the rules know the names
+        try:
+            if not callable(import_object(path, kind)):
+                raise ConfigError("is not a function")
+        except ConfigError as error:
+            problems.append(Problem(key, path, str(error), f"set one of {', '.join(known)}, or module:function"))
 
 
 def _validate(model: type[Model], values: dict[str, Any], problems: list[Problem]) -> Model:

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from verl.config.problems import section_of
 from verl.config.published import ANY, Pointless
-from verl.config.rules import Rule
+from verl.config.rule import Rule
 
 
 def key_tables(model: type[BaseModel], prefix: str = "", heading: str = "###") -> str:

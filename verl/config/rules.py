@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
+from verl.config.algorithm_rules import ALGORITHM_RULES
 from verl.config.base import leaves
 from verl.config.problems import MISSING, Problem
-from verl.config.schema import RunConfig
+from verl.config.rule import Rule
+from verl.config.schema import ESTIMATORS, GROUP_ESTIMATORS, RunConfig
 from verl.config.sft_schema import SftConfig
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One cross-field rule; ``predicate`` is true when all is well."""
-
-    name: str
-    keys: tuple[str, ...]
-    """What it reads; the first is the one to blame. It is skipped when one of them has failed its own check."""
-    predicate: Callable[[Any], bool]
-    message: str
-    """What must hold, with ``{key.path}`` standing for values."""
-    fix: str
 
 
 def run_rules(rules: Sequence[Rule], config: BaseModel, problems: list[Problem]) -> None:
@@ -75,7 +63,7 @@ def _wandb_installed(config: RunConfig | SftConfig) -> bool:
 
 
 def _estimator_known(config: RunConfig) -> bool:
-    return config.algorithm.adv_estimator in ("gae", "grpo") or ":" in config.algorithm.adv_estimator
+    return config.algorithm.adv_estimator in ESTIMATORS or ":" in config.algorithm.adv_estimator
 
 
 WANDB = Rule(
@@ -99,7 +87,7 @@ RUN_RULES: tuple[Rule, ...] = (
         ("algorithm.adv_estimator",),
         _estimator_known,
         "is not a known advantage estimator",
-        "set gae, grpo or module:function",
+        f"set one of {', '.join(ESTIMATORS)}, or module:function",
     ),
     Rule(
         "template exists",
@@ -109,12 +97,14 @@ RUN_RULES: tuple[Rule, ...] = (
         "give the path of a text file, or the name of a built-in template",
     ),
     Rule(
-        "grpo needs groups",
+        "groups to compare",
         ("algorithm.adv_estimator", f"{ROLLOUT}.n", f"{ROLLOUT}.n_agent", "trainer.val_only"),
         lambda c: (
-            c.algorithm.adv_estimator != "grpo" or c.trainer.val_only or c.actor_rollout_ref.rollout.group_size > 1
+            c.algorithm.adv_estimator not in GROUP_ESTIMATORS
+            or c.trainer.val_only
+            or c.actor_rollout_ref.rollout.group_size > 1
         ),
-        "grpo compares the trajectories of a prompt, and a group of one has nothing to compare",
+        "it compares the trajectories of a prompt, and a group of one has nothing to compare",
         f"set {ROLLOUT}.n_agent to 2 or more",
     ),
     Rule(
@@ -322,6 +312,7 @@ RUN_RULES: tuple[Rule, ...] = (
         "set job.corpus_path=FILE, or job.serve_retrieval=false and retriever.url",
     ),
     WANDB,
+    *ALGORITHM_RULES,
 )
 """Everything that must hold between the keys of a run."""
 

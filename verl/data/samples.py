@@ -65,7 +65,7 @@ def permute_rewards(trajectories: Sequence[Trajectory], seed: int) -> list[Traje
     """
     by_prompt: dict[str, list[int]] = {}
     for index, trajectory in enumerate(trajectories):
-        if _unusable(trajectory) is None:
+        if usable(trajectory):
             by_prompt.setdefault(trajectory.prompt_id, []).append(index)
     prompts = sorted(by_prompt)
     random.Random(seed).shuffle(prompts)
@@ -82,6 +82,11 @@ def permute_rewards(trajectories: Sequence[Trajectory], seed: int) -> list[Traje
         assert reward is not None
         result[index] = trajectories[index].with_reward(Reward(reward.total, {"permuted": reward.total}))
     return result
+
+
+def usable(trajectory: Trajectory) -> bool:
+    """True when a trajectory can become a sample."""
+    return _unusable(trajectory) is None
 
 
 def _unusable(trajectory: Trajectory) -> str | None:

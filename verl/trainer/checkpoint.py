@@ -58,6 +58,8 @@ class TrainerState:
     wall_seconds: Mapping[str, float] = field(default_factory=dict)
     """By phase, over the whole run so far."""
     cpu_seconds: Mapping[str, float] = field(default_factory=dict)
+    entropy: Mapping[str, Any] = field(default_factory=dict)
+    """State of the entropy controller."""
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], source: Path) -> TrainerState:

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from verl.algorithms.advantages import estimate
+from verl.algorithms.correction import correct
+from verl.algorithms.entropy import EntropyController
 from verl.algorithms.kl import KlController
 from verl.data.prompts import PromptStream
 from verl.data.samples import Assembled, assemble, permute_rewards
@@ -26,7 +28,8 @@ from verl.trainer.evaluate import Evaluation, Evaluator, Generates
 from verl.trainer.run_folder import RunFolder, write_records
 from verl.trainer.signals import StopRequest
 from verl.trainer.step_figures import add_advantage_figures, add_episode_figures, add_sample_figures
-from verl.types import Sample, Trajectory, episode_seed
+from verl.trainer.step_rollouts import StepRollouts, roll_out
+from verl.types import Sample, episode_seed
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +39,7 @@ class Models(Protocol):
 
     def score(self, samples: Sequence[Sample]) -> tuple[list[Sample], Mapping[str, float]]: ...
 
-    def update(self, samples: Sequence[Sample], train_policy: bool) -> Mapping[str, float]: ...
+    def update(self, samples: Sequence[Sample], train_policy: bool, entropy_coeff: float) -> Mapping[str, float]: ...
 
     def publish(self, version: int) -> None: ...
 
@@ -57,6 +60,7 @@ class Parts:
     rollouts: Generates
     models: Models
     kl: KlController
+    entropy: EntropyController
     evaluator: Evaluator
     tracker: Tracker
     store: CheckpointStore
@@ -113,9 +117,9 @@ class TrainingLoop:
         parts, watch, figures = self.parts, Stopwatch(), StepMetrics()
         with watch.phase("step"):
             with watch.phase("rollout"):
-                trajectories = self._rollout(step)
-            rolling = parts.rollouts.figures()
-            add_episode_figures(trajectories, figures)
+                rolled = self._rollout(step)
+            trajectories = rolled.trained
+            add_episode_figures(rolled.generated, figures)
             if self.config.algorithm.permute_rewards:
                 trajectories = permute_rewards(trajectories, episode_seed(self.config.trainer.seed, step, "permute", 0))
             batch = assemble(trajectories)
@@ -126,16 +130,20 @@ class TrainingLoop:
             with watch.phase("advantage"):
                 coefficient = parts.kl.value if self.config.kl_in_reward else 0.0
                 samples, estimation = estimate(samples, self.config.algorithm, coefficient)
+                samples, correction = correct(samples, self.config.algorithm.correction)
             add_advantage_figures(samples, figures)
             self._whole = False
+            bonus = parts.entropy.value(scoring["policy/entropy"])
             with watch.phase("update"):
-                training = parts.models.update(samples, train_policy=step > self.config.trainer.critic_warmup)
+                training = parts.models.update(samples, step > self.config.trainer.critic_warmup, bonus)
             self._check_health(step, training)
             with watch.phase("publish"):
                 parts.models.publish(step)
         self.step, self._whole = step, True
-        for produced in (rolling, scoring, estimation, training):
+        for produced in (rolled.figures, scoring, estimation, correction, training):
             figures.merge(produced)
+        figures.add("policy/entropy_coeff", bonus)
+        parts.entropy.update(scoring["policy/entropy"])
         self._control_kl(figures, len(samples))
         self.watch.absorb(watch)
         evaluation = self._evaluate(step, watch) if self._evaluation_due(step) else None
@@ -143,20 +151,11 @@ class TrainingLoop:
 
     # -----------------------------------------------------------------------------------------------------------
 
-    def _rollout(self, step: int) -> list[Trajectory]:
-        rollout = self.config.actor_rollout_ref.rollout
-        trajectories = self.parts.rollouts.generate(
-            self.parts.prompts.next_batch(),
-            step,
-            rollout.group_size,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            mode="policy",
-        )
+    def _rollout(self, step: int) -> StepRollouts:
+        rolled = roll_out(self.parts.prompts, self.parts.rollouts, self.config, step)
         path = self.parts.folder.path / "rollouts" / f"step_{step}.jsonl"
-        write_records(path, [trajectory.to_record() for trajectory in trajectories])
-        return trajectories
+        write_records(path, [trajectory.to_record() for trajectory in rolled.generated])
+        return rolled
 
     def _check_batch(self, step: int, batch: Assembled, figures: StepMetrics) -> None:
         figures.merge({f"data/dropped/{reason}": count for reason, count in batch.drops.items()})
@@ -248,6 +247,7 @@ class TrainingLoop:
             prompts=parts.prompts.state(),
             prompts_hash=parts.prompts_hash,
             kl=parts.kl.state(),
+            entropy=parts.entropy.state(),
             score=score,
             best_step=self.best[0],
             best_score=self.best[1],
@@ -269,6 +269,7 @@ class TrainingLoop:
         parts.models.load(checkpoint.path)
         parts.prompts.restore(state.prompts)
         parts.kl.restore(state.kl)
+        parts.entropy.restore(state.entropy)
         self.step, self.best = state.step, (state.best_step, state.best_score)
         self._saved = state.step
         self.watch = Stopwatch(state.wall_seconds, state.cpu_seconds)

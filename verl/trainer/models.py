@@ -54,11 +54,11 @@ class WorkerModels:
             figures.update(shares[0].metrics)
         return scored, figures
 
-    def update(self, samples: Sequence[Sample], train_policy: bool) -> Mapping[str, float]:
+    def update(self, samples: Sequence[Sample], train_policy: bool, entropy_coeff: float) -> Mapping[str, float]:
         """Update critic and, unless it is the critic's warm-up, policy; both at the same time."""
         calls = [] if self._critic is None else [(self._critic, self._critic.submit("update", samples))]
         if train_policy:
-            calls.append((self._policy, self._policy.submit("update", samples)))
+            calls.append((self._policy, self._policy.submit("update", samples, entropy_coeff)))
         figures: dict[str, float] = {}
         for group, handle in calls:
             figures |= group.wait(handle)[0]

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from verl.algorithms.entropy import entropy_controller
 from verl.algorithms.kl import kl_controller
 from verl.config import RunConfig, flatten
 from verl.config.describe import count_parameters
@@ -148,6 +149,7 @@ def _build(
         rollouts=rollouts,
         models=models,
         kl=kl_controller(config.algorithm.kl_ctrl),
+        entropy=entropy_controller(config.actor_rollout_ref.actor),
         evaluator=Evaluator(task, val, rollouts, config, folder.path),
         tracker=Tracker(info, config.trainer.logger),
         store=CheckpointStore(folder.path, config.trainer.keep_checkpoints),

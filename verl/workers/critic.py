@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms.losses import token_weights, value_terms
+from verl.algorithms.losses import Totals, token_weights, value_terms
 from verl.data.batch import MicroBatch
 from verl.data.samples import ScoredRows
 from verl.types import Sample
@@ -70,7 +70,7 @@ class CriticWorker(TrainedModel):
         terms = value_terms(
             values, batch.columns["values"], batch.columns["returns"], self.config.critic.cliprange_value
         )
-        weights = token_weights(batch.counts, batch.total_tokens, batch.total_sequences).to(values.device)
+        weights = token_weights(batch.counts, Totals(batch.total_tokens, batch.total_sequences)).to(values.device)
         loss = (terms.loss * weights).sum()
         return loss, torch.stack([loss.detach(), (terms.clipped * weights).sum()])
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.kl import ESTIMATORS, k1
-from verl.algorithms.losses import AGGREGATIONS, policy_terms
+from verl.algorithms.losses import AGGREGATIONS, Totals
+from verl.algorithms.policy_losses import POLICY_LOSSES, PolicyInput, clip_of, likelihood_displacement
 from verl.data.batch import MicroBatch
 from verl.data.samples import ScoredRows
 from verl.types import Sample
@@ -28,7 +29,7 @@ from verl.workers.weight_sync import WeightChannel, WeightManifest
 logger = logging.getLogger(__name__)
 
 FIGURES = ("loss", "total_loss", "clip_fraction", "update_kl", "update_entropy")
-"""What an update reports, in the order of the sums; ``reference_kl`` follows when the divergence is a loss term."""
+"""What an update reports, in the order of the sums; the figures of optional terms follow."""
 
 
 class PolicyWorker(TrainedModel):
@@ -38,6 +39,7 @@ class PolicyWorker(TrainedModel):
         super().__init__(config, total_steps)
         self._channels: dict[str, WeightChannel] = {}
         self._reference: Engine | None = None
+        self._entropy_coeff = 0.0
 
     def spec(self) -> EngineSpec:
         """Return the policy as ``actor_rollout_ref`` describes it."""
@@ -93,13 +95,15 @@ class PolicyWorker(TrainedModel):
 
     # -- training ----------------------------------------------------------------------------------------------------
 
-    def update(self, samples: Sequence[Sample]) -> dict[str, float]:
+    def update(self, samples: Sequence[Sample], entropy_coeff: float | None = None) -> dict[str, float]:
         """Make one trainer step on samples with old log-probs and advantages; return ``policy/*`` figures.
 
-        Raises HealthError when a gradient is not finite.
+        ``entropy_coeff`` replaces the configured weight of the entropy bonus. Raises HealthError when a gradient is not
+        finite.
         """
         actor = self.config.actor_rollout_ref.actor
         columns = ("old_logprobs", "advantages") + (("ref_logprobs",) if actor.use_kl_loss else ())
+        columns += ("correction",) if self.config.algorithm.correction.mode != "none" else ()
         limit = Limit(actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size)
         plan = UpdatePlan(
             mini_batch=actor.ppo_mini_batch_size,
@@ -108,29 +112,45 @@ class PolicyWorker(TrainedModel):
             columns=columns,
             temperature=self.config.actor_rollout_ref.rollout.temperature,
         )
+        self._entropy_coeff = actor.entropy_coeff if entropy_coeff is None else entropy_coeff
         with on_device(self.engine) as engine:
             values, stepped = train_pass(engine, samples, plan, self._terms)
-        names = FIGURES + (("reference_kl",) if actor.use_kl_loss else ())
-        figures = {f"policy/{name}": value for name, value in zip(names, values, strict=True)}
+        figures = {f"policy/{name}": value for name, value in zip(self._figures(), values, strict=True)}
         figures |= {f"policy/{name}": value for name, value in stepped.items()}
         return figures | {"memory/policy": self.peak_memory()}
+
+    def _figures(self) -> tuple[str, ...]:
+        actor = self.config.actor_rollout_ref.actor
+        optional = (("reference_kl", actor.use_kl_loss), ("displacement", actor.llds_coef > 0))
+        return FIGURES + tuple(name for name, used in optional if used)
 
     def _terms(self, batch: MicroBatch, logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor]:
         actor = self.config.actor_rollout_ref.actor
         old = batch.columns["old_logprobs"]
-        terms = policy_terms(logprobs, old, batch.columns["advantages"], actor.clip_ratio)
-        weights = AGGREGATIONS[actor.loss_agg](batch.counts, batch.total_tokens, batch.total_sequences)
-        weights = weights.to(logprobs.device)
-        loss = total = (terms.loss * weights).sum()
-        if actor.entropy_coeff != 0.0:
-            total = total - actor.entropy_coeff * (entropies * weights).sum()
+        data = PolicyInput(logprobs, old, batch.columns["advantages"], batch.counts, clip_of(actor))
+        terms = POLICY_LOSSES[actor.policy_loss](data)
+        per_token_loss = terms.loss * batch.columns["correction"] if "correction" in batch.columns else terms.loss
+        totals = Totals(batch.total_tokens, batch.total_sequences, self._scale())
+        weights = AGGREGATIONS[actor.loss_agg](batch.counts, totals).to(logprobs.device)
+        loss = total = (per_token_loss * weights).sum()
+        if self._entropy_coeff != 0.0:
+            total = total - self._entropy_coeff * (entropies * weights).sum()
         per_token = [terms.clipped, k1(old, logprobs.detach()), entropies.detach()]
         if actor.use_kl_loss:
             divergence = ESTIMATORS[actor.kl_loss_type](logprobs, batch.columns["ref_logprobs"])
             total = total + actor.kl_loss_coef * (divergence * weights).sum()
             per_token.append(divergence.detach())
+        if actor.llds_coef > 0:
+            displacement = likelihood_displacement(data)
+            total = total + actor.llds_coef * (displacement * weights).sum()
+            per_token.append(displacement.detach())
         means = [values.sum() / batch.total_tokens for values in per_token]
         return total, torch.stack([loss.detach(), total.detach(), *means])
+
+    def _scale(self) -> float:
+        """Return the tokens by which ``loss_agg=constant`` divides a trajectory's sum."""
+        scale = self.config.actor_rollout_ref.actor.loss_scale_factor
+        return float(self.config.data.max_response_length if scale is None else scale)
 
     # -- weights and checkpoints -------------------------------------------------------------------------------------
 
