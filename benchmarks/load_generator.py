@@ -20,8 +20,9 @@ from urllib.parse import urlsplit
 
 from synthetic import queries, sample_texts
 
-_BLOCK_OF_REPEATED = 12
-"""Distinct queries between which repetitions are shuffled: all repetitions of one fall within about a second."""
+_BLOCK_OF_REPEATED = 64
+"""Distinct queries between which repetitions are shuffled, as if from the prompts of one training step. All repetitions
+of one fall within a second of a server that answers 320 queries a second and more; a slower one takes longer."""
 
 
 @dataclass

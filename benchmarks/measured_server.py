@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import subprocess
@@ -74,6 +75,7 @@ def start(
             command, stdout=output, stderr=output, env=variables, cwd=cwd, start_new_session=True
         )
     server = MeasuredServer(name, f"http://127.0.0.1:{port}/retrieve", process.pid, process=process)
+    atexit.register(server.stop)  # also when the other server does not start
     while time.monotonic() < began + _READY_TIMEOUT_S:
         if process.poll() is not None:
             raise SystemExit(

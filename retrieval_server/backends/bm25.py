@@ -1,4 +1,4 @@
-"""BM25 search over an index that bm25s built: memory-mapped, JVM-free, deterministic."""
+"""BM25 search over arrays in bm25s's format: memory-mapped, JVM-free, deterministic."""
 
 from __future__ import annotations
 

@@ -20,7 +20,8 @@ from torch import nn
 
 from retrieval_server.backends.model_folder import local_folder, transformer_folder
 from retrieval_server.backends.torch_models import (
-    length_groups,
+    Passes,
+    convert_linear,
     mixed_precision,
     pick_device,
     pick_dtype,
@@ -40,8 +41,9 @@ class CrossEncoder:
 
     def __init__(self, model: nn.Module, pairs: PairEncoder, batch_size: int, dtype: torch.dtype) -> None:
         """``model`` is in evaluation mode and where it computes; its logits are [pairs, 1 or 2]."""
-        self._model, self._pairs, self._batch_size, self._dtype = model, pairs, batch_size, dtype
+        self._model, self._pairs, self._dtype = model, pairs, dtype
         self._device = next(model.parameters()).device
+        self._passes = Passes(self._device, batch_size)
         # The ten passages of one query are of ten lengths: an accelerator would get ten passes of one row each.
         self._step = 8 if self._device.type == "cpu" else 64
 
@@ -52,12 +54,14 @@ class CrossEncoder:
         pooling work on the whole batch.
         """
         encoded = self._pairs.encode(pairs)
-        groups = length_groups(
-            [len(pair.ids) for pair in encoded], self._device, self._batch_size, self._pairs.max_length, self._step
-        )
+
+        def forward(rows: list[int], length: int) -> list[float]:
+            return self._forward([encoded[row] for row in rows], length)
+
         found = [0.0] * len(encoded)
-        for rows, length in groups:
-            for row, logit in zip(rows, self._forward([encoded[row] for row in rows], length), strict=True):
+        lengths = [len(pair.ids) for pair in encoded]
+        for rows, logits in self._passes.run(forward, lengths, self._pairs.max_length, self._step):
+            for row, logit in zip(rows, logits, strict=True):
                 found[row] = logit
         if not all(map(math.isfinite, found)):
             raise RuntimeError("the cross-encoder gave a score that is not a number; try dtype float32")
@@ -169,6 +173,9 @@ def load_cross_encoder(spec: RerankSpec) -> tuple[CrossEncoder, Activation]:
         raise SettingsError(f"the cross-encoder {spec.model_path} cannot be loaded: {reason}") from error
     _check(spec.model_path, model, tokenizer, report)
     _keep_head_in_float32(model)
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList):
+            convert_linear(module, dtype)
     model.to(device).eval()
     max_length = _fitting_length(spec.max_length, model.config, tokenizer)
     encoder = CrossEncoder(model, PairEncoder(tokenizer, max_length), spec.batch_size, dtype)

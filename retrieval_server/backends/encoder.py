@@ -22,7 +22,7 @@ import torch
 
 from retrieval_server.backends.encodings import Encoding
 from retrieval_server.backends.model_folder import transformer_folder
-from retrieval_server.backends.torch_models import length_groups, mixed_precision
+from retrieval_server.backends.torch_models import Passes, convert_linear, mixed_precision
 from retrieval_server.errors import SettingsError
 
 Vectors = npt.NDArray[np.float32]
@@ -45,14 +45,16 @@ class Encoder:
         dtype: torch.dtype,
         batch_size: int,
     ) -> None:
+        convert_linear(model, dtype)
         self._model = model
+        self._passes = Passes(device, batch_size)
         self._tokenizer = tokenizer
         self._projections = projections
         self._pad_id = tokenizer.pad_token_id or 0
         self.encoding = encoding
         self.device = device
         self.dtype = dtype
-        """Of the matrix products; weights and everything after the transformer are float32."""
+        """Of the matrix products; everything between them and after the transformer is float32."""
         self.batch_size = batch_size
         self.max_length = _token_limit(model, tokenizer)
         """Tokens that the model can take."""
@@ -107,8 +109,11 @@ class Encoder:
     def _encode(self, token_ids: Sequence[Sequence[int]]) -> Vectors:
         vectors = None
         lengths = [len(ids) for ids in token_ids]
-        for rows, length in length_groups(lengths, self.device, self.batch_size, self.max_length):
-            encoded = self._forward([token_ids[row] for row in rows], length)
+
+        def forward(rows: list[int], length: int) -> Vectors:
+            return self._forward([token_ids[row] for row in rows], length)
+
+        for rows, encoded in self._passes.run(forward, lengths, self.max_length):
             if vectors is None:
                 vectors = np.empty((len(token_ids), encoded.shape[1]), np.float32)
             vectors[rows] = encoded

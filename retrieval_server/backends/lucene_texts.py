@@ -22,7 +22,7 @@ _REPORT_EVERY = 1 << 14
 
 
 class PassagesById:
-    """A corpus file and a table from id to place: 16 bytes a passage, the text stays memory-mapped."""
+    """A corpus file and a table from id to place: 16 bytes a passage, the text stays on the disk."""
 
     def __init__(self, path: Path, progress: LoadProgress) -> None:
         """Read the corpus once; raises CorpusError naming file and line for a malformed one."""

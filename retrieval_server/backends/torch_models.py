@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from retrieval_server.errors import SettingsError
+
+T = TypeVar("T")
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -58,8 +61,15 @@ def _cpu_multiplies_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def mixed_precision(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """Return the context of a forward pass: weights stay float32, products are computed in ``dtype``."""
+    """Return the context of a forward pass: products are computed in ``dtype``, the rest in float32."""
     return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
+
+
+def convert_linear(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Convert the weights of all linear layers once; ``mixed_precision`` would do the same anew in every pass."""
+    for module in model.modules():
+        if type(module) is torch.nn.Linear:
+            module.to(dtype)
 
 
 def tokens_per_pass(device: torch.device) -> int:
@@ -71,10 +81,11 @@ def tokens_per_pass(device: torch.device) -> int:
 
 
 def length_groups(
-    lengths: Sequence[int], device: torch.device, max_rows: int, max_length: int, step: int = 8
+    lengths: Sequence[int], device: torch.device, max_rows: int, max_length: int, step: int, shares: int
 ) -> Iterator[tuple[list[int], int]]:
     """Yield (rows, padded length) of forward passes, longest first: what does not fit in memory fails at once.
 
+    A pass has at most ``max_rows`` texts, and about one of ``shares`` equal parts of the work.
     The padded length of a text follows from its own (the next multiple of ``step`` tokens) and not from its company, or
     its result would change in the last bits with it.
     """
@@ -82,11 +93,45 @@ def length_groups(
     for row, length in enumerate(lengths):
         padded = -(-length // step) * step
         groups.setdefault(max(length, min(padded, max_length)), []).append(row)
+    share = -(-sum(length * len(rows) for length, rows in groups.items()) // shares)
     for length in sorted(groups, reverse=True):
         rows = groups[length]
-        size = max(1, min(max_rows, tokens_per_pass(device) // length))
+        size = max(1, min(max_rows, tokens_per_pass(device) // length, -(-share // length)))
         for start in range(0, len(rows), size):
             yield rows[start : start + size], length
+
+
+class Passes:
+    """Runs forward passes: one after the other on an accelerator, on a CPU several side by side.
+
+    Threads that share a pass of a few short texts wait for each other longer than they compute.
+    """
+
+    def __init__(self, device: torch.device, max_rows: int) -> None:
+        """``max_rows``: of one pass. On a CPU as many threads as torch has now compute from then on."""
+        self._device, self._max_rows = device, max_rows
+        self._threads = torch.get_num_threads() if device.type == "cpu" else 1
+        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="forward", initializer=_compute_alone)
+
+    def run(
+        self, forward: Callable[[list[int], int], T], lengths: Sequence[int], max_length: int, step: int = 8
+    ) -> Iterator[tuple[list[int], T]]:
+        """Yield (rows, what ``forward(rows, padded length)`` gave) of all rows. One call at a time."""
+        groups = list(length_groups(lengths, self._device, self._max_rows, max_length, step, self._threads))
+        if self._threads == 1 or len(groups) == 1:
+            yield from ((rows, forward(rows, length)) for rows, length in groups)
+            return
+        torch.set_num_threads(1)
+        try:
+            yield from zip(
+                (rows for rows, _ in groups), self._pool.map(lambda group: forward(*group), groups), strict=True
+            )
+        finally:
+            torch.set_num_threads(self._threads)
+
+
+def _compute_alone() -> None:
+    torch.set_num_threads(1)  # counts for the calling thread
 
 
 def set_threads(threads: int) -> None:
