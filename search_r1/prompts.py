@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -32,6 +32,14 @@ class FittedPrompt:
     refusal: Refusal | None = None
 
 
+def shown_history(history: Sequence[str], turns: str | int, answers: bool) -> tuple[str, ...]:
+    """Return what is shown of a history: ``all`` or the last turns, blanks for answers that are not shown."""
+    if turns != "all" and not (isinstance(turns, int) and not isinstance(turns, bool) and turns >= 0):
+        raise ConfigError(f"data.history: {turns!r} is neither 'all' nor a number of turns")
+    first = 0 if turns == "all" else max(len(history) - 2 * int(turns), 0)
+    return tuple(text if place % 2 == 0 or answers else "" for place, text in enumerate(history[first:]))
+
+
 class PromptBuilder:
     """Renders and encodes rows with one template.
 
@@ -46,8 +54,7 @@ class PromptBuilder:
         ``template`` is a name, ``row`` or the path of a text file. Without ``history_answers`` only what was asked is
         shown of the turns.
         """
-        if history != "all" and not (isinstance(history, int) and history >= 0):
-            raise ConfigError(f"data.history: {history!r} is neither 'all' nor a number of turns")
+        shown_history((), history, history_answers)  # refuses what is no number of turns
         self._codec = codec
         self._template = None if template == "row" else template_named(template)
         self._history, self._answers = history, history_answers
@@ -64,10 +71,7 @@ class PromptBuilder:
             raise ConfigError(
                 f"data.template: row {row.qid!r} carries no history column; set data.template=row to use its own prompt"
             )
-        shown = (text if place % 2 == 0 or self._answers else "" for place, text in enumerate(row.history))
-        history = [self._codec.escape(text) for text in shown]
-        if self._history != "all":
-            history = history[max(len(history) - 2 * int(self._history), 0) :]
+        history = [self._codec.escape(text) for text in shown_history(row.history, self._history, self._answers)]
         question = self._codec.escape(row.question)
         template = self._template
 

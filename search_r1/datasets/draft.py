@@ -16,14 +16,10 @@ class Reason(StrEnum):
 
     MALFORMED = "malformed"
     """It breaks the format of its source; the detail names file, line and column. Stops a strict import."""
-    NO_REFERENCE = "no_reference"
-    """Nothing to score an answer against: no reference, or blank ones only."""
     REPEATED_TURN = "repeated_turn"
     """The source lists the turn again (CAsT 2022 repeats what its paths share); its replies are in the first row."""
     DUPLICATE_ID = "duplicate_id"
     """Another row of the split has this id."""
-    REFUSED_PROMPT = "refused_prompt"
-    """Instruction and question do not fit into the given number of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
