@@ -177,11 +177,17 @@ def test_an_outage_keeps_the_last_good_step_and_the_run_goes_on(
     assert_same_run(whole, broken)
 
 
-def test_a_finished_run_is_not_run_again_and_can_be_made_longer(run: Run, arguments: list[str], tmp_path: Path) -> None:
+def test_a_finished_run_is_not_run_again_and_can_be_made_longer(
+    run: Run, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from verl.trainer.main_ppo import main
+
     short = [*arguments, "trainer.total_training_steps=2", "trainer.test_freq=-1"]
     first, second = run(short), run(short)
     assert second["folder"] == first["folder"] + "-2"
     assert figures(Path(first["folder"])) == figures(Path(second["folder"]))
+    assert main([*arguments, "trainer.total_training_steps=1", f"trainer.resume={first['folder']}"]) == 2
+    assert "asks for 1 steps, but" in capsys.readouterr().err
     longer = run([*arguments, "trainer.total_training_steps=3", f"trainer.resume={first['folder']}"])
     assert longer["folder"] == first["folder"] and longer["steps"] == 3
     assert [row["step"] for row in figures(Path(first["folder"]))] == [0, 1, 2, 3]

@@ -11,6 +11,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,10 +20,11 @@ from verl.algorithms.kl import kl_controller
 from verl.config import RunConfig, flatten
 from verl.config.describe import count_parameters
 from verl.data.prompts import PromptStream
+from verl.errors import CheckpointError
 from verl.registry import import_object
 from verl.timing import Stopwatch, format_duration, process_tree_cpu_seconds
 from verl.tracking import RunInfo, Tracker
-from verl.trainer.checkpoint import CheckpointStore
+from verl.trainer.checkpoint import Checkpoint, CheckpointStore
 from verl.trainer.evaluate import Evaluator, MeasuresBounds, read_trajectories
 from verl.trainer.loop import Parts, TrainingLoop
 from verl.trainer.models import WorkerModels, spawn_models, weights_folder
@@ -54,6 +56,11 @@ def run_session(config: RunConfig, recipe: str) -> Path:
         task: Task = import_object(config.task, "task").from_config(config, tokenizer)
         train = [] if config.trainer.val_only else task.prompts("train")
         val = task.prompts("val")
+        # An evaluation has no training rows; its stream is never asked for a batch.
+        prompts = PromptStream(
+            train or val, config.data.train_batch_size, config.trainer.seed, config.data.shuffle_train_dataloader
+        )
+        plan = _Plan(prompts, _prompts_hash(prompts.items), total_steps(config, prompts))
         asyncio.run(_check_services(task))
         resume = "never" if config.trainer.val_only else config.trainer.resume
         folder = open_run(
@@ -61,19 +68,36 @@ def run_session(config: RunConfig, recipe: str) -> Path:
             resume,
             flatten(config),
             config.trainer.keep_checkpoints,
-            # The prompt stream of an evaluation is that of its validation rows; it never goes on from a checkpoint.
-            lambda checkpoint: checkpoint.state().check_data(_prompts_hash(train), checkpoint.path),
+            plan.check,
         )
     logger.info("run folder: %s", folder.path)
     try:
-        loop, cpu_seconds = _run_loop(config, folder, task, train, val, watch)
+        loop, cpu_seconds = _run_loop(config, folder, task, plan, val, watch)
         return _finish(loop, task, tokenizer.decode, recipe, watch, cpu_seconds)
     finally:
         folder.lock.close()
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What is trained on, and for how long."""
+
+    prompts: PromptStream
+    prompts_hash: str
+    total_steps: int
+
+    def check(self, checkpoint: Checkpoint) -> None:
+        """Raise CheckpointError when the run cannot go on from a checkpoint: other rows, or fewer steps than it has."""
+        checkpoint.state().check_data(self.prompts_hash, checkpoint.path)
+        if self.total_steps < checkpoint.step:
+            raise CheckpointError(
+                f"trainer.total_training_steps (or total_epochs) asks for {self.total_steps} steps, but "
+                f"{checkpoint.path} has done {checkpoint.step}; ask for more, or begin anew with trainer.resume=never"
+            )
+
+
 def _run_loop(
-    config: RunConfig, folder: RunFolder, task: Task, train: list[Prompt], val: list[Prompt], watch: Stopwatch
+    config: RunConfig, folder: RunFolder, task: Task, plan: _Plan, val: list[Prompt], watch: Stopwatch
 ) -> tuple[TrainingLoop, float]:
     """Spawn the workers, train, end the workers; return the loop and the run's CPU seconds."""
     # Read now: the checkpoint that the run goes on from may be retired before its end.
@@ -82,7 +106,7 @@ def _run_loop(
         cluster = make_cluster(config)
     try:
         with watch.phase("startup"):
-            loop, models = _build(config, folder, cluster, task, train, val)
+            loop, models = _build(config, folder, cluster, task, plan, val)
         try:
             loop.run()
         finally:
@@ -118,14 +142,10 @@ async def _check_services(task: Task) -> None:
 
 
 def _build(
-    config: RunConfig, folder: RunFolder, cluster: Cluster, task: Task, train: list[Prompt], val: list[Prompt]
+    config: RunConfig, folder: RunFolder, cluster: Cluster, task: Task, plan: _Plan, val: list[Prompt]
 ) -> tuple[TrainingLoop, WorkerModels]:
     """Spawn the workers and put the loop together."""
-    # An evaluation has no training rows; its stream is never asked for a batch.
-    prompts = PromptStream(
-        train or val, config.data.train_batch_size, config.trainer.seed, config.data.shuffle_train_dataloader
-    )
-    total = total_steps(config, prompts)
+    total = plan.total_steps
     rollout = cluster.spawn("rollout", RolloutWorker, config.n_rollout_workers, config)
     weights = weights_folder(folder.path, folder.run_id, config.trainer.nnodes, _checkpoint_bytes(config) // 4)
     models = spawn_models(cluster, config, rollout, max(1, total), weights)
@@ -144,8 +164,8 @@ def _build(
         config=config,
         folder=folder,
         config_hash=config_hash(flat),
-        prompts=prompts,
-        prompts_hash=_prompts_hash(prompts.items),
+        prompts=plan.prompts,
+        prompts_hash=plan.prompts_hash,
         rollouts=rollouts,
         models=models,
         kl=kl_controller(config.algorithm.kl_ctrl),
