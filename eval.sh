@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Evaluate a model: greedy, all held-out rows in file order; writes validation_results_step0.json and a summary.
+# Evaluate a model: greedy, all held-out rows in file order; writes validation_results_step0.json, a card and a summary.
+# With job.evaluate_bounds=true evaluation.pipelines=all also the baselines, and their table (docs/evaluation.md).
 #   bash eval.sh model.path=FOLDER [--config-name NAME] key.path=value ...
 #   sbatch --gpus-per-node=1 eval.sh --config-name chatr1_3b_topiocqa model.path=FOLDER
 #SBATCH --job-name=chatr1-eval

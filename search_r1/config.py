@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_args
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from verl.errors import ConfigError
 from verl.registry import closest, import_object
@@ -169,6 +169,49 @@ class JudgeConfig(_Section):
         return self
 
 
+PipelineName = Literal[
+    "closed_book",
+    "raw_question",
+    "questions_only",
+    "history_question",
+    "own_rewrite",
+    "gold_query",
+    "oracle_passage",
+]
+"""The fixed pipelines: what is searched for, or handed over, in place of the policy's own searches."""
+
+
+def _named(value: Any) -> Any:
+    """``all`` is every pipeline, and one name a list of one."""
+    if value == "all":
+        return get_args(PipelineName)
+    return (value,) if isinstance(value, str) else value
+
+
+class EvaluationConfig(_Section):
+    """What evaluations measure beside their standard figures. Ours."""
+
+    pipelines: Annotated[tuple[PipelineName, ...], BeforeValidator(_named)] = (
+        "closed_book",
+        "raw_question",
+        "questions_only",
+        "history_question",
+        "gold_query",
+    )
+    """Fixed pipelines that ``job.evaluate_bounds`` runs, in this order, or ``all``. See docs/evaluation.md."""
+    reader: Literal["own", "opened"] = "own"
+    """How pipelines read: ``own``: the model thinks and answers as in its episodes. ``opened``: the answer block is
+    opened for it, and what it writes to its end is the answer; for models that were never trained on the tags."""
+    passages: str | None = None
+    """Corpus (JSONL) in which the passages of ``oracle_passage`` are looked up; rows with their own text need none."""
+    bertscore_model: str | None = None
+    """Folder of the encoder of BERTScore; null: not computed. Needs the package bert-score."""
+    bertscore_layer: int | None = Field(default=None, ge=1)
+    """Hidden layer that is compared; null: the last."""
+    judge: bool = False
+    """Have the answers graded by the judge of ``judge.*``."""
+
+
 class SearchConfig(_Section):
     """Top-level keys owned by the task. The validated instance travels as ``RunConfig.task_config``."""
 
@@ -179,11 +222,14 @@ class SearchConfig(_Section):
     retriever: RetrieverConfig = RetrieverConfig()
     reward_model: RewardConfig = RewardConfig()
     judge: JudgeConfig = JudgeConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
 
     @model_validator(mode="after")
     def _judge_is_there(self) -> SearchConfig:
-        if self.reward_model.judge_score > 0 and self.judge.url is None:
-            raise ValueError("reward_model.judge_score needs a judge; set judge.url and judge.model")
+        paid, graded = self.reward_model.judge_score > 0, self.evaluation.judge
+        if self.judge.url is None and (paid or graded):
+            key = "reward_model.judge_score" if paid else "evaluation.judge"
+            raise ValueError(f"{key} needs a judge; set judge.url and judge.model")
         return self
 
     def notes(self, run: Any) -> list[str]:
@@ -223,6 +269,8 @@ class EpisodeSettings:
     max_obs_length: int
     """Longest observation, its shell included."""
     topk: int
+    reader: str = "own"
+    """``evaluation.reader``: how the fixed pipelines read."""
 
     @property
     def context_limit(self) -> int:
@@ -241,6 +289,7 @@ class EpisodeSettings:
             max_response_length=config.data.max_response_length,
             max_obs_length=config.data.max_obs_length,
             topk=task.retriever.topk,
+            reader=task.evaluation.reader,
         )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from search_r1.codec import Codec
@@ -168,8 +168,11 @@ async def policy_steps(draft: Draft, generate: Generate) -> StopReason:
     raise AssertionError("the last turn always returns")
 
 
-async def take_turn(draft: Draft, generate: Generate, turn: int) -> TurnOutcome | None:
-    """Generate and append one model turn; None when the engine aborted the request."""
+async def take_turn(draft: Draft, generate: Generate, turn: int, opened: str = "") -> TurnOutcome | None:
+    """Generate and append one model turn; None when the engine aborted the request.
+
+    ``opened``: the opening tag that the environment wrote just before, which the turn's action may close.
+    """
     settings, context = draft.tools.settings, draft.context
     sampling = Sampling(
         max_new_tokens=min(settings.max_response_length, draft.room),
@@ -182,7 +185,7 @@ async def take_turn(draft: Draft, generate: Generate, turn: int) -> TurnOutcome 
     completion = await generate.generate(tuple(draft.token_ids), sampling)
     if completion.finish == "abort":
         return None
-    text, outcome, length = _read(draft.tools, completion)
+    text, outcome, length = _read(draft.tools, completion, opened)
     draft.overrun_tokens += len(completion.token_ids) - length
     draft.append(
         Segment(Origin.MODEL, completion.token_ids[:length], completion.logprobs[:length], completion.policy_version)
@@ -194,8 +197,8 @@ async def take_turn(draft: Draft, generate: Generate, turn: int) -> TurnOutcome 
     return outcome
 
 
-def _read(tools: EpisodeTools, completion: Completion) -> tuple[str, TurnOutcome, int]:
-    """Return the turn's text, its outcome, and how many tokens belong to it.
+def _read(tools: EpisodeTools, completion: Completion, opened: str) -> tuple[str, TurnOutcome, int]:
+    """Return the turn's text, its outcome (``end`` within the text), and how many tokens belong to it.
 
     With an engine that honours stop strings all sampled tokens do. From one that ran on, what follows the token that
     completes the deciding tag is dropped, ids and log-probs alike: it was sampled after the action had been taken.
@@ -203,7 +206,10 @@ def _read(tools: EpisodeTools, completion: Completion) -> tuple[str, TurnOutcome
     ended = completion.finish == "eos"
     visible = completion.token_ids[:-1] if ended else completion.token_ids
     text = tools.codec.decode(visible)
-    outcome = parse_turn(text, completion.finish, (SEARCH, ANSWER) if tools.settings.do_search else (ANSWER,))
+    actions = (SEARCH, ANSWER) if tools.settings.do_search else (ANSWER,)
+    outcome = parse_turn(opened + text, completion.finish, actions)
+    if opened and outcome.end is not None:
+        outcome = replace(outcome, end=outcome.end - len(opened))
     length = len(completion.token_ids)
     if outcome.end is not None and (ended or text[outcome.end :]):
         length = tools.codec.shortest_prefix(visible, text[: outcome.end])

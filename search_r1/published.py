@@ -65,7 +65,8 @@ def score_rows(rows: Sequence[Mapping[str, Any]], source: Path) -> list[ScoredRo
     return [_score_row(row, f"{source}: row {index}") for index, row in enumerate(rows)]
 
 
-def _score_row(row: Mapping[str, Any], place: str) -> ScoredRow:
+def check_row(row: Mapping[str, Any], place: str) -> list[str]:
+    """Return the references of a published row; raises DataError naming the place and the field that is wrong."""
     for name in ("data_source", "question", "golden_answers", "predicted_answer", "raw_predicted_answer"):
         if name not in row:
             raise DataError(f"{place}: field {name!r} is missing")
@@ -80,8 +81,19 @@ def _score_row(row: Mapping[str, Any], place: str) -> ScoredRow:
     for name in ("predicted_answer", "raw_predicted_answer"):
         if row[name] is not None and not _is_text(row[name]):
             raise DataError(f"{place}: {name} must be a string of valid Unicode or null, found {_shown(row[name])}")
+    return golden
+
+
+def response_text(row: Mapping[str, Any]) -> str:
+    """Return the text behind the prompt: that behind the first assistant marker where the raw text has one."""
+    raw: str = row["raw_predicted_answer"] or ""
+    return raw.partition(_ASSISTANT_MARK)[2] if _ASSISTANT_MARK in raw else raw
+
+
+def _score_row(row: Mapping[str, Any], place: str) -> ScoredRow:
+    golden = check_row(row, place)
     predicted, raw = row["predicted_answer"], row["raw_predicted_answer"] or ""
-    verdict = check_text(raw.partition(_ASSISTANT_MARK)[2] if _ASSISTANT_MARK in raw else raw)
+    verdict = check_text(response_text(row))
     return ScoredRow(
         data_source=row["data_source"],
         question=row["question"],

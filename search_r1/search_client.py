@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -130,6 +131,8 @@ class SearchClient:
         self._tasks: set[asyncio.Task[None]] = set()
         self._jitter = random.Random()  # not seeded: clients that failed together must not come back together
         self.counts = Counts()
+        self.service_info: Any = None
+        """What the service said of itself at the start (``/info``); None before, and of servers that say nothing."""
 
     async def search(self, query: str) -> Found:
         """Return at most topk passages in rank order.
@@ -159,8 +162,8 @@ class SearchClient:
         """
         client = self._bind()
         await wait_until_ready(client, self._config, self._probe)
-        limits = await check_service(client, self._config, corpus_sha256)
-        self._max_batch = min(_MAX_BATCH, limits)
+        limit, self.service_info = await check_service(client, self._config, corpus_sha256)
+        self._max_batch = min(_MAX_BATCH, limit)
 
     async def close(self) -> None:
         """Close connections; searches under way end in RetrievalError."""

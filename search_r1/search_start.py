@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -81,8 +82,8 @@ async def _probe(probe: Callable[[], Awaitable[None]], url: str) -> None:
         raise RetrievalError(f"{error}; {_hint(url)}") from error
 
 
-async def check_service(client: httpx.AsyncClient, config: RetrieverConfig, expected: str | None) -> int:
-    """Compare ``/info`` with what will be asked; return the number of queries that one request may have.
+async def check_service(client: httpx.AsyncClient, config: RetrieverConfig, expected: str | None) -> tuple[int, Any]:
+    """Compare ``/info`` with what will be asked; return the number of queries of one request, and what it said.
 
     ``expected`` is the SHA-256 of the corpus that the data were made from, None when the data do not say. Raises
     RetrievalError when the service serves another one, or fewer passages per query than ``topk``. A server without
@@ -109,7 +110,7 @@ async def check_service(client: httpx.AsyncClient, config: RetrieverConfig, expe
             "lower it, or start the service with a larger --max_topk"
         )
     by_documents = limits.get("max_documents", _NO_LIMIT) // config.topk
-    return max(1, min(limits.get("max_queries", _NO_LIMIT), by_documents))
+    return max(1, min(limits.get("max_queries", _NO_LIMIT), by_documents)), info
 
 
 async def _get(client: httpx.AsyncClient, config: RetrieverConfig, name: str) -> httpx.Response:

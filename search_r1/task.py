@@ -14,11 +14,19 @@ from search_r1.config import EpisodeSettings, SearchConfig
 from search_r1.datasets.load import READERS, load_rows
 from search_r1.datasets.rows import Row
 from search_r1.episode import EpisodeTools, Search, run_episode
-from search_r1.evaluation import compare, summarise
+from search_r1.evaluation.bought import buy_scores
+from search_r1.evaluation.card import Card
+from search_r1.evaluation.compare import compare
+from search_r1.evaluation.facts import data_facts, retrieval_facts, scoring_facts
+from search_r1.evaluation.files import write_results
+from search_r1.evaluation.results import ResultRow
+from search_r1.evaluation.summary import summarise
+from search_r1.evaluation.tables import methods_table
+from search_r1.gold_passages import with_gold_documents
 from search_r1.judge.endpoint import JudgeError
 from search_r1.judge.judge import Judge
 from search_r1.observation import shell_tokens
-from search_r1.pipelines import BOUNDS, PIPELINES
+from search_r1.pipelines import MODES, PIPELINES, applicable
 from search_r1.prompts import PromptBuilder
 from search_r1.rewards.formulas import describe, score
 from search_r1.rewards.parts import answer_metric
@@ -49,6 +57,7 @@ class SearchTask:
         self._tokenizer = tokenizer
         self._codec = Codec(tokenizer, self._data.native_thinking)
         self._settings = EpisodeSettings.from_config(config)
+        self._form = NORMALISERS[self._config.reward_model.normaliser]
         needed = shell_tokens(self._codec)
         if self._config.do_search and self._settings.max_obs_length < needed:
             raise ConfigError(
@@ -91,6 +100,9 @@ class SearchTask:
         rows = load_rows(_paths(self._data, files_key), self._data.prompt_key, getattr(self._data, limit_key))
         for source in sorted({row.data_source for row in rows}):
             logger.info("reward for %s rows: %s", split, describe(source, self._config.reward_model))
+        if split == "val" and "oracle_passage" in self._config.evaluation.pipelines:
+            passages = self._config.evaluation.passages
+            rows = with_gold_documents(rows, None if passages is None else Path(passages))
         prompts, refusals, shortened = [], Counter[str](), 0
         for row in rows:
             fitted = self._prompts.build(row)
@@ -184,21 +196,62 @@ class SearchTask:
             return 0.0
         row = Row.from_json(trajectory.row)
         metric = answer_metric(row.data_source, self._config.reward_model)
-        form = NORMALISERS[self._config.reward_model.normaliser]
-        return best(ANSWER_METRICS[metric], trajectory.prediction, row.answers, form)
+        return best(ANSWER_METRICS[metric], trajectory.prediction, row.answers, self._form)
+
+    def results(self, trajectories: Sequence[Trajectory]) -> list[ResultRow]:
+        """Return the episodes as text, all that is needed to score them again."""
+        return [ResultRow.of(t, EpisodeView.of(t, self._codec), self._form) for t in trajectories]
 
     def evaluate(self, trajectories: Sequence[Trajectory]) -> Mapping[str, float]:
-        """Return the figures of a finished split (``search_r1.evaluation.summarise``)."""
-        return summarise([(t, EpisodeView.of(t, self._codec)) for t in trajectories])
+        """Return the figures of a finished split (``search_r1.evaluation.summary``), those that cost nothing."""
+        return summarise(self.results(trajectories), self._form)
+
+    def report(
+        self, trajectories: Sequence[Trajectory], facts: Mapping[str, Mapping[str, Any]], folder: Path, step: int
+    ) -> Mapping[str, float]:
+        """Write ``results_step_<N>.jsonl`` and the card; return all figures, those of ``evaluation.*`` included."""
+        rows, paid = buy_scores(self.results(trajectories), self._config.evaluation, self._config.judge)
+        write_results(folder / f"results_step_{step}.jsonl", rows)
+        figures = {**summarise(rows, self._form), **paid}
+        config, title = facts.get("config"), f"Evaluation at step {step}: {facts['decoding']['mode']}"
+        sections = {**self._facts(len(rows)), **{name: facts[name] for name in facts if name != "config"}}
+        Card(title, sections, figures, config).write(folder / f"card_step_{step}")
+        return figures
+
+    def _facts(self, n_rows: int) -> dict[str, dict[str, Any]]:
+        template = self._data.template
+        return {
+            "data": data_facts(_paths(self._data, "val_files"), n_rows),
+            "retrieval": retrieval_facts(self._config, None if self._client is None else self._client.service_info),
+            "prompts": {
+                "template": f"{template} {template_version(template)}",
+                "history": self._data.history,
+                "history_answers": self._data.history_answers,
+                "max_start_length": self._settings.max_start_length,
+                "max_turns": self._settings.max_turns if self._settings.do_search else 0,
+                "max_response_length": self._settings.max_response_length,
+                "max_obs_length": self._settings.max_obs_length,
+                "context_limit": self._settings.context_limit,
+            },
+            "scoring": scoring_facts(self._config),
+        }
 
     def pipelines(self) -> Mapping[str, str]:
         """Return name -> episode mode of the fixed pipelines that bound or challenge the policy."""
-        return dict(BOUNDS)
+        return {name: MODES[name] for name in self._config.evaluation.pipelines}
+
+    def applicable(self, prompt: Prompt, mode: str) -> bool:
+        """Say whether a question has what a pipeline needs (a gold rewrite, the text of its gold passages)."""
+        return applicable(Row.from_json(prompt.row), mode)
+
+    def table(self, methods: Mapping[str, Sequence[Trajectory]]) -> str:
+        """Return the table of methods as in the papers, as Markdown."""
+        return methods_table({name: self.results(side) for name, side in methods.items()}, self._form)
 
     def compare(self, before: Sequence[Trajectory], after: Sequence[Trajectory]) -> Mapping[str, Mapping[str, float]]:
         """Return figure -> mean, low, high of the paired difference after - before (95 % bootstrap interval)."""
-        sides = ([(t, EpisodeView.of(t, self._codec)) for t in side] for side in (before, after))
-        return {name: asdict(gain) for name, gain in compare(*sides).items()}
+        found = compare(self.results(before), self.results(after), self._form)
+        return {name: asdict(comparison.gain) for name, comparison in found.items()}
 
     def validation_rows(self, trajectories: Sequence[Trajectory]) -> list[dict[str, Any]]:
         """Return the published fields: the decoded text behind the prompt and the answer read from it."""

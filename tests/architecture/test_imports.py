@@ -9,7 +9,15 @@ import pytest
 
 from tests.architecture.source import PACKAGES, ROOT, modules, within
 
-LAYER_0 = ("verl.types", "verl.errors", "verl.registry", "verl.metrics", "verl.tracking", "verl.timing")
+LAYER_0 = (
+    "verl.types",
+    "verl.errors",
+    "verl.registry",
+    "verl.metrics",
+    "verl.tracking",
+    "verl.timing",
+    "verl.identity",
+)
 LAYERS: tuple[tuple[str, ...], ...] = (
     LAYER_0,
     ("verl.config", "verl.algorithms", "verl.data"),

@@ -35,6 +35,8 @@ class ToyConfig(BaseModel):
     """New tokens per turn."""
     toy_fail_every: int = 0
     """Every n-th prompt's episodes fail; 0: none."""
+    toy_without_pipelines: int = -1
+    """Number of the prompt that pipelines leave out; -1: none."""
     toy_nan: bool = False
     """Rewards that are not numbers."""
 
@@ -107,6 +109,12 @@ class ToyTask:
 
     def pipelines(self) -> Mapping[str, str]:
         return {"other_remark": "other"}
+
+    def applicable(self, prompt: Prompt, mode: str) -> bool:
+        return prompt.row["n"] != self._config.toy_without_pipelines
+
+    def table(self, methods: Mapping[str, Sequence[Trajectory]]) -> str:
+        return "\n".join(f"| {name} | {len(rows)} |" for name, rows in methods.items())
 
     def compare(self, before: Sequence[Trajectory], after: Sequence[Trajectory]) -> Mapping[str, Mapping[str, float]]:
         pairs = zip(before, after, strict=True)

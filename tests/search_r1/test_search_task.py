@@ -7,14 +7,14 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from chat_server import chat_server, says
 
-from search_r1.config import search_config
-from search_r1.evaluation import bootstrap_interval, paired_gain
-from search_r1.pipelines import FORCED_TURN, PIPELINES
+from search_r1.config import PipelineName, search_config
+from search_r1.evaluation.intervals import bootstrap_interval, paired_gain
+from search_r1.pipelines import FORCED_TURN, MODES, PIPELINES, READ_TURN, REWRITE_TURN
 from search_r1.task import SearchTask
 from search_r1.testing import CharTokenizer, DictionarySearch, ScriptedEngine
 from verl.errors import ConfigError, DataError, EngineError
@@ -193,6 +193,83 @@ def test_closed_book_is_given_nothing(rows: Path) -> None:
     assert bench.text(trajectory, Origin.ENV)[1] == "\n\n<information></information>\n\n"
 
 
+def test_own_rewrite_completes_the_search_that_the_environment_opened(rows: Path) -> None:
+    bench = Bench(rows)
+    trajectory = bench.run(bench.task.prompts("val")[1], [" When was the Louvre opened? </search>", TURN_2], "rewrite")
+    assert bench.search.queries == ["When was the Louvre opened?"] and trajectory.turns == ("search", "answer")
+    assert bench.text(trajectory, Origin.ENV)[0] == REWRITE_TURN
+    assert bench.text(trajectory, Origin.MODEL) == [" When was the Louvre opened? </search>", TURN_2]
+    figures = bench.task.evaluate([trajectory])
+    assert figures["recall_at_3"] == figures["rewrite_f1"] == figures["format_valid"] == figures["em"] == 1.0
+    for text, stop, turn in (
+        (" When? <answer> 1793 </answer>", StopReason.ANSWERED, "answer"),
+        (" </search>", StopReason.TURN_LIMIT, "empty_query"),
+        (" " + "w" * 300, StopReason.RESPONSE_LENGTH, "length"),
+    ):
+        other = Bench(rows).run(bench.task.prompts("val")[1], [text], "rewrite")
+        assert (other.stop, other.turns, other.searches) == (stop, (turn,), ())
+
+
+def test_what_an_engine_samples_beyond_its_own_rewrite_is_dropped(rows: Path) -> None:
+    bench = Bench(rows)
+    engine = ScriptedEngine(bench.tokenizer, [" Where? </search> and on", TURN_2], runs_on=True)
+    context = EpisodeContext(sample_index=0, seed=1, temperature=0.0, mode="rewrite")
+    trajectory = asyncio.run(bench.task.episode(bench.task.prompts("val")[1], engine, context))
+    assert bench.text(trajectory, Origin.MODEL)[0] == " Where? </search>" and bench.search.queries == ["Where?"]
+
+
+@pytest.mark.parametrize(
+    ("text", "prediction", "stop"),
+    [
+        (" in 1793 </answer>", "in 1793", StopReason.ANSWERED),
+        (" in 1793<|end|>", "in 1793", StopReason.ANSWERED),
+        ("in 1793 </think> and more<|end|>", "in 1793", StopReason.ANSWERED),
+        ("<|end|>", None, StopReason.ANSWERED),
+        ("in " + "1" * 300, "in " + "1" * 197, StopReason.RESPONSE_LENGTH),
+    ],
+)
+def test_an_opened_reader_answers_without_knowing_the_tags(
+    rows: Path, text: str, prediction: str | None, stop: StopReason
+) -> None:
+    bench = Bench(rows, {"evaluation": {"reader": "opened"}})
+    trajectory = bench.run(bench.task.prompts("val")[1], [text], "raw")
+    assert (trajectory.prediction, trajectory.stop) == (prediction, stop)
+    assert bench.text(trajectory, Origin.ENV)[1].endswith("</information>\n\n" + READ_TURN)
+
+
+def test_oracle_is_handed_the_gold_passages(rows: Path, tmp_path: Path) -> None:
+    corpus = tmp_path / "passages.jsonl"
+    corpus.write_text(
+        json.dumps({"id": "d1", "contents": '"Louvre"\nA museum in Paris.'})
+        + "\n\n"
+        + json.dumps({"id": "d2", "title": "Louvre", "text": "It was opened in 1793."})
+    )
+    bench = Bench(rows, {"evaluation": {"pipelines": "all", "passages": str(corpus)}})
+    prompt = bench.task.prompts("val")[1]
+    trajectory = bench.run(prompt, [TURN_2], "oracle")
+    assert (
+        bench.search.queries == []
+        and "Doc 1(Title: Louvre) It was opened in 1793." in bench.text(trajectory, Origin.ENV)[1]
+    )
+    assert bench.task.evaluate([trajectory])["recall_at_3"] == 1.0 and trajectory.prediction == "in 1793"
+    corpus.write_text("{}")
+    with pytest.raises(DataError, match=r"passages\.jsonl:1: no passage with id and contents"):
+        Bench(rows, {"evaluation": {"pipelines": ["oracle_passage"], "passages": str(corpus)}}).task.prompts("val")
+    with pytest.raises(DataError, match=r"evaluation\.passages=.*nowhere: cannot be read"):
+        Bench(rows, {"evaluation": {"pipelines": "all", "passages": "nowhere"}}).task.prompts("val")
+
+
+def test_a_pipeline_runs_over_the_questions_that_have_what_it_needs(rows: Path) -> None:
+    bare = {"qid": "x", "question": "Why?", "answers": ["y"], "history": []}
+    text = {**bare, "qid": "z", "gold_text": '"T"\nBecause.', "rewrite": "Why is it?"}
+    rows.write_text("".join(json.dumps(row) + "\n" for row in (bare, text)))
+    task = Bench(rows, {"evaluation": {"pipelines": "all"}}).task
+    prompts = task.prompts("val")
+    able = {mode: [prompt.prompt_id for prompt in prompts if task.applicable(prompt, mode)] for mode in PIPELINES}
+    assert able.pop("gold") == able.pop("oracle") == ["z"]
+    assert all(qids == ["x", "z"] for qids in able.values())
+
+
 def test_a_pipeline_does_not_search_again(rows: Path) -> None:
     bench = Bench(rows)
     trajectory = bench.run(bench.task.prompts("val")[1], [TURN_1], "raw")
@@ -203,7 +280,7 @@ def test_unknown_mode_lists_the_known_ones(rows: Path) -> None:
     bench = Bench(rows)
     with pytest.raises(ConfigError, match=r"unknown pipeline 'golden' \(did you mean 'gold'\?\)"):
         bench.run(bench.task.prompts("val")[0], [], "golden")
-    assert set(PIPELINES) == {"policy", "gold", "raw", "questions", "history", "closed_book"}
+    assert set(PIPELINES) == {"policy", *MODES.values()} and set(MODES) == set(get_args(PipelineName))
 
 
 def test_evaluation_figures(rows: Path) -> None:
@@ -211,7 +288,8 @@ def test_evaluation_figures(rows: Path) -> None:
     first, second = bench.task.prompts("val")
     right = bench.run(second, [TURN_1, TURN_2])
     wrong = bench.run(first, ["<search> When was it opened? </search>", "<answer> Rome, Paris </answer>"])
-    failed = bench.run(first, [EngineError("gone")])
+    third = replace(first, prompt_id="c1_3", row={**first.row, "qid": "c1_3"})
+    failed = bench.run(third, [EngineError("gone")])
     figures = bench.task.evaluate([right, wrong, failed])
     assert figures["n"] == 3 and figures["failed"] == pytest.approx(1 / 3)
     assert figures["em"] == pytest.approx(1 / 3)
@@ -271,9 +349,11 @@ def test_gain_is_paired_by_row(rows: Path) -> None:
     assert all(gain["mean"] == 0.5 for gain in gains.values())
     # two rows, one of them better: a resample holds it 0, 1 or 2 times
     assert (gains["f1"]["low"], gains["f1"]["high"]) == (0.0, 1.0)
-    with pytest.raises(ValueError, match="not of the same rows"):
-        bench.task.compare(wrong, right[::-1])
-    assert set(bench.task.pipelines().values()) == set(PIPELINES) - {"policy"}
+    assert bench.task.compare(wrong, right[::-1]) == gains  # paired by question, not by position
+    with pytest.raises(DataError, match="no question is in both"):
+        bench.task.compare(wrong[:1], right[1:])
+    everything = Bench(rows, {"evaluation": {"pipelines": "all"}}).task
+    assert set(everything.pipelines().values()) == set(PIPELINES) - {"policy"}
 
 
 def test_observation_budget_below_its_shell_is_refused_at_start(rows: Path) -> None:

@@ -43,7 +43,7 @@ class ScriptedRollouts:
         return Trajectory(f"{prompt.prompt_id}#0", prompt.prompt_id, segments, stop, reward=Reward(1.0), row=prompt.row)
 
 
-def make(tmp_path: Path, **save: Any) -> tuple[Evaluator, ScriptedRollouts]:
+def make(tmp_path: Path, without: int = -1, **save: Any) -> tuple[Evaluator, ScriptedRollouts]:
     config = SimpleNamespace(
         save_val=bool(save),
         save_val_dir=save.get("directory"),
@@ -53,7 +53,7 @@ def make(tmp_path: Path, **save: Any) -> tuple[Evaluator, ScriptedRollouts]:
         ),
     )
     rollouts = ScriptedRollouts()
-    task = ToyTask(ToyConfig())
+    task = ToyTask(ToyConfig(toy_without_pipelines=without))
     return Evaluator(task, task.prompts("val"), rollouts, config, tmp_path), rollouts
 
 
@@ -97,6 +97,17 @@ def test_bounds_are_measured_once_per_step_and_kept_apart_from_the_policy(tmp_pa
     score = pytest.approx(0.35)
     assert evaluator.read_bounds(9) == {"other_remark_f1": score, "final": {"other_remark_f1": score}}
     assert not (tmp_path / "out").exists() and not (tmp_path / "eval" / "val").exists()
+
+
+def test_pipelines_leave_out_what_they_cannot_run_and_stand_beside_the_policy(tmp_path: Path) -> None:
+    evaluator, rollouts = make(tmp_path, without=2)
+    evaluator.run(0)
+    evaluator.measure_bounds(0)
+    assert [call["prompts"] for call in rollouts.calls] == [2, 2, 1, 2, 2]
+    table = tmp_path / "eval" / "pipelines" / "table_step_0.md"
+    assert table.read_text() == "| policy | 5 |\n| other_remark | 4 |\n"
+    assert evaluator.figures(0) == json.loads((tmp_path / "eval" / "val" / "summary_step_0.json").read_text())
+    assert evaluator.figures(3) is None
 
 
 def test_a_damaged_record_is_named_by_file_and_line(tmp_path: Path) -> None:

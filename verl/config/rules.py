@@ -271,10 +271,10 @@ RUN_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "evaluation only evaluates",
-        ("trainer.val_only", "trainer.val_before_train"),
-        lambda c: not c.trainer.val_only or c.trainer.val_before_train,
-        "there is nothing to do without an evaluation before training",
-        "set trainer.val_before_train=true",
+        ("trainer.val_only", "trainer.val_before_train", "job.evaluate_bounds"),
+        lambda c: not c.trainer.val_only or c.trainer.val_before_train or c.job.evaluate_bounds,
+        "there is nothing to do without an evaluation before training and without the fixed pipelines",
+        "set trainer.val_before_train=true, or job.evaluate_bounds=true for the pipelines alone",
     ),
     Rule(
         "frequencies",

@@ -15,7 +15,6 @@ seen by the driver.
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import logging
 import os
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.errors import CheckpointError, ResourceError
+from verl.identity import file_sha256
 from verl.tracking import write_atomically
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class Checkpoint:
                 raise CheckpointError(
                     f"{path}: {path.stat().st_size} bytes, {recorded['bytes']} when written; use another one"
                 )
-            if (found := _sha256(path)) != recorded["sha256"]:
+            if (found := file_sha256(path)) != recorded["sha256"]:
                 raise CheckpointError(
                     f"{path}: sha256 {found[:16]}, {recorded['sha256'][:16]} when written; use another one"
                 )
@@ -267,11 +267,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _sync_tree(folder: Path) -> dict[str, dict[str, Any]]:
     """Flush every file to the disk; return relative path -> ``bytes`` and ``sha256``."""
     found = {}
@@ -282,7 +277,7 @@ def _sync_tree(folder: Path) -> dict[str, dict[str, Any]]:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-            found[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+            found[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
     return found
 
 

@@ -3,6 +3,8 @@
 What is written, and by whom it is read:
     eval/<split>/step_<N>.jsonl             whole trajectories, re-scorable offline (``read_trajectories``)
     eval/<split>/summary_step_<N>.json      the task's figures
+    eval/<split>/...step_<N>...             what the task adds: results as text, a card (``KeepsResults``)
+    eval/pipelines/table_step_<N>.md        policy and fixed pipelines beside each other, with ``job.evaluate_bounds``
     validation_results_step<N>.json         the published format, when ``save_val``
 """
 
@@ -53,8 +55,30 @@ class MeasuresBounds(Protocol):
         """Return name -> ``EpisodeContext.mode`` of the fixed pipelines that are worth measuring."""
         ...
 
+    def applicable(self, prompt: Prompt, mode: str) -> bool:
+        """Say whether a prompt has what a pipeline needs; the others are left out of it."""
+        ...
+
+    def table(self, methods: Mapping[str, Sequence[Trajectory]]) -> str:
+        """Return the policy and the pipelines beside each other, as Markdown."""
+        ...
+
     def compare(self, before: Sequence[Trajectory], after: Sequence[Trajectory]) -> Mapping[str, Any]:
         """Return the paired differences of the main figures with their intervals."""
+        ...
+
+
+@runtime_checkable
+class KeepsResults(Protocol):
+    """A task that writes files of its own about an evaluation."""
+
+    def report(
+        self, trajectories: Sequence[Trajectory], facts: Mapping[str, Mapping[str, Any]], folder: Path, step: int
+    ) -> Mapping[str, float]:
+        """Write files ``<name>_step_<N>.<suffix>`` into the folder; return the figures, those of ``evaluate`` included.
+
+        ``facts``: section -> name -> value of what the trainer knows (model, code, decoding, the whole config).
+        """
         ...
 
 
@@ -78,7 +102,17 @@ class Evaluation:
 class Evaluator:
     """Runs and records evaluations of one run."""
 
-    def __init__(self, task: Task, prompts: Sequence[Prompt], rollouts: Generates, config: Any, folder: Path) -> None:
+    def __init__(
+        self,
+        task: Task,
+        prompts: Sequence[Prompt],
+        rollouts: Generates,
+        config: Any,
+        folder: Path,
+        facts: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """``facts``: what there is to say of model, code and config, see ``KeepsResults``."""
+        self._facts = facts or {}
         self._task = task
         self._prompts = prompts
         self._rollouts = rollouts
@@ -93,7 +127,7 @@ class Evaluator:
         trajectories = [t for batch in self._batches(step, mode) for t in batch]
         evaluation = Evaluation(
             step=step,
-            figures=dict(self._task.evaluate(trajectories)),
+            figures=dict(self._figures(step, mode, trajectories)),
             score=math.fsum(self._task.validation_reward(t) for t in trajectories) / max(1, len(trajectories)),
             trajectories=tuple(trajectories),
         )
@@ -103,8 +137,17 @@ class Evaluator:
             self._write_published(step, trajectories)
         return evaluation
 
+    def _figures(self, step: int, mode: str, trajectories: Sequence[Trajectory]) -> Mapping[str, float]:
+        if not isinstance(self._task, KeepsResults):
+            return self._task.evaluate(trajectories)
+        val = self._config.actor_rollout_ref.rollout.val_kwargs
+        decoding = {"mode": mode, "step": step, **{n: getattr(val, n) for n in ("temperature", "top_p", "top_k", "n")}}
+        facts = {"decoding": decoding | dict(self._facts.get("decoding", {}))}
+        facts |= {name: dict(section) for name, section in self._facts.items() if name != "decoding"}
+        return self._task.report(trajectories, facts, self._split_folder(mode), step)
+
     def measure_bounds(self, step: int) -> None:
-        """Evaluate every fixed pipeline of the task with the current weights, unless that was done at this step."""
+        """Evaluate the fixed pipelines of the task with the current weights, unless that was done at this step."""
         if not isinstance(self._task, MeasuresBounds):
             logger.warning("job.evaluate_bounds: this task has no fixed pipelines")
             return
@@ -112,6 +155,22 @@ class Evaluator:
             if not self._summary_path(mode, step).exists():
                 figures = self.run(step, mode).figures
                 logger.info("%s: %s", name, ", ".join(f"{k} {figures[k]:.3f}" for k in _BOUND_FIGURES if k in figures))
+        table = self.folder / "eval" / "pipelines" / f"table_step_{step}.md"
+        if not table.exists():
+            self._write_table(self._task, step, table)
+
+    def _write_table(self, task: MeasuresBounds, step: int, path: Path) -> None:
+        modes = {"policy": "policy", **task.pipelines()}
+        files = {name: self._split_folder(mode) / f"step_{step}.jsonl" for name, mode in modes.items()}
+        methods = {name: read_trajectories(path) for name, path in files.items() if path.exists()}
+        table = task.table({name: rows for name, rows in methods.items() if rows})
+        write_atomically(path, table + "\n")
+        logger.info("%s", table)
+
+    def figures(self, step: int) -> dict[str, float] | None:
+        """Return the policy's figures as written at a step; None when it was not evaluated then."""
+        path = self._summary_path("policy", step)
+        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
     def read_bounds(self, last_step: int) -> dict[str, Any] | None:
         """Return ``<pipeline>_<figure>`` as measured with the initial weights; under ``final`` with the last ones."""
@@ -137,11 +196,17 @@ class Evaluator:
     def _batches(self, step: int, mode: str) -> Iterator[list[Trajectory]]:
         val = self._config.actor_rollout_ref.rollout.val_kwargs
         size = self._config.data.val_batch_size
-        watch = Stopwatch()
-        for start in range(0, len(self._prompts), size):
+        watch, prompts = Stopwatch(), self._prompts
+        if mode != "policy" and isinstance(self._task, MeasuresBounds):
+            prompts = [prompt for prompt in prompts if self._task.applicable(prompt, mode)]
+            if len(prompts) < len(self._prompts):
+                logger.info(
+                    "pipeline %s: %d of %d questions have what it needs", mode, len(prompts), len(self._prompts)
+                )
+        for start in range(0, len(prompts), size):
             with watch.phase("batch"):
                 batch = self._rollouts.generate(
-                    self._prompts[start : start + size],
+                    prompts[start : start + size],
                     step,
                     val.n,
                     temperature=val.temperature,
@@ -150,10 +215,10 @@ class Evaluator:
                     mode=mode,
                 )
             yield batch
-            done = min(start + size, len(self._prompts))
-            if done < len(self._prompts):
-                left = watch.wall_seconds["batch"] / done * (len(self._prompts) - done)
-                logger.info("evaluated %d of %d, remaining %s", done, len(self._prompts), format_duration(left))
+            done = min(start + size, len(prompts))
+            if done < len(prompts):
+                left = watch.wall_seconds["batch"] / done * (len(prompts) - done)
+                logger.info("evaluated %d of %d, remaining %s", done, len(prompts), format_duration(left))
 
     def _write_published(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         directory = Path(self._config.save_val_dir) if self._config.save_val_dir is not None else self.folder

@@ -1,5 +1,7 @@
 """Evaluate a model: ``main_ppo`` with ``trainer.val_only=true`` and the published result file (``save_val=true``).
 
+Beside it in the run's folder: all episodes, the results as text, figures, and a card (docs/evaluation.md).
+
 python -m verl.trainer.main_eval --config-name tiny_ppo actor_rollout_ref.model.path=runs/tiny-ppo/global_step_25/hf
 """
 

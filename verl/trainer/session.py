@@ -21,6 +21,7 @@ from verl.config import RunConfig, flatten
 from verl.config.describe import count_parameters
 from verl.data.prompts import PromptStream
 from verl.errors import CheckpointError
+from verl.identity import model_fingerprint
 from verl.registry import import_object
 from verl.timing import Stopwatch, format_duration, process_tree_cpu_seconds
 from verl.tracking import RunInfo, Tracker
@@ -170,12 +171,24 @@ def _build(
         models=models,
         kl=kl_controller(config.algorithm.kl_ctrl),
         entropy=entropy_controller(config.actor_rollout_ref.actor),
-        evaluator=Evaluator(task, val, rollouts, config, folder.path),
+        evaluator=Evaluator(task, val, rollouts, config, folder.path, run_facts(config)),
         tracker=Tracker(info, config.trainer.logger),
         store=CheckpointStore(folder.path, config.trainer.keep_checkpoints),
         total_steps=total,
     )
     return TrainingLoop(parts), models
+
+
+def run_facts(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """Return what the trainer knows of an evaluation, by section: model, decoding, code, and the whole config."""
+    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    return {
+        "decoding": {"engine": rollout.name, "dtype": rollout.dtype, "deterministic": rollout.deterministic}
+        | {"seed": config.trainer.seed},
+        "model": {"path": model.path, "weights": model_fingerprint(Path(model.path))},
+        "code": {"commit": source_commit(), "versions": versions()},
+        "config": flatten(config),
+    }
 
 
 def total_steps(config: RunConfig, prompts: PromptStream) -> int:
@@ -214,7 +227,8 @@ def _finish(loop: TrainingLoop, task: Task, decode: Any, recipe: str, watch: Sto
     first, last = _evaluation(folder, 0), _evaluation(folder, loop.step)
     if loop.step == 0:
         first = []
-    before, after = (dict(task.evaluate(side)) if side else None for side in (first, last))
+    evaluator = loop.parts.evaluator
+    before, after = (evaluator.figures(step) if side else None for step, side in ((0, first), (loop.step, last)))
     checkpoints = {checkpoint.step: str(checkpoint.path) for checkpoint in loop.parts.store.complete()}
     watch.absorb(loop.watch)
     summary = Summary(
@@ -229,7 +243,7 @@ def _finish(loop: TrainingLoop, task: Task, decode: Any, recipe: str, watch: Sto
         best_checkpoint=checkpoints.get(loop.best[0]) if loop.best[0] is not None else None,
         before=before,
         after=after,
-        bounds=loop.parts.evaluator.read_bounds(loop.step),
+        bounds=evaluator.read_bounds(loop.step),
         gain=_gain(task, first, last),
         folder=str(folder),
         report=str(folder / "report.html"),
