@@ -1,0 +1,1 @@
+"""The published files on the Hugging Face hub: fetching, assembling, publishing."""
