@@ -12,7 +12,7 @@ from verl.algorithms.advantages import ADVANTAGES, turns_of
 from verl.algorithms.estimator import AdvantageInput
 from verl.algorithms.groups import dr_grpo, grpo, reinforce_plus_plus_baseline, rloo, turn_grpo
 from verl.algorithms.temporal import bi_level_gae, gae, reinforce_plus_plus, turn_gae
-from verl.config import schema
+from verl.config import algorithm_schema as schema
 from verl.types import Sample
 
 

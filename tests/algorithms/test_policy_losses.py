@@ -19,7 +19,7 @@ from verl.algorithms.policy_losses import (
     likelihood_displacement,
     ppo,
 )
-from verl.config import schema
+from verl.config import algorithm_schema as schema
 
 
 def given(

@@ -12,7 +12,7 @@ import pytest
 from run_records import figures
 
 from verl.config import load_config
-from verl.config.schema import ESTIMATORS, POLICY_LOSSES
+from verl.config.algorithm_schema import ESTIMATORS, POLICY_LOSSES
 from verl.metrics import find
 from verl.types import Trajectory
 

@@ -36,7 +36,7 @@ ADVANTAGES: Registry[Estimator] = Registry(
         "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
     },
 )
-"""``algorithm.adv_estimator`` -> function. ``verl.config.schema`` says which of them need a critic or groups."""
+"""``algorithm.adv_estimator`` -> function; ``verl.config.algorithm_schema`` says which need a critic or groups."""
 
 
 def estimate(samples: Sequence[Sample], config: Any, kl_coef: float) -> tuple[list[Sample], dict[str, float]]:

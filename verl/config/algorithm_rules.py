@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from verl.config.algorithm_schema import POLICY_LOSSES
 from verl.config.rule import Rule
-from verl.config.schema import POLICY_LOSSES, RunConfig
+from verl.config.schema import RunConfig
 
 ROLLOUT = "actor_rollout_ref.rollout"
 ACTOR = "actor_rollout_ref.actor"

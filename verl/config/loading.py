@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from verl.config.algorithm_schema import ESTIMATORS, POLICY_LOSSES
 from verl.config.base import leaves
 from verl.config.problems import (
     MISSING,
@@ -28,7 +29,7 @@ from verl.config.problems import (
 )
 from verl.config.published import ANY, RUN_KEYS, SFT_KEYS, Pointless
 from verl.config.rules import RUN_RULES, SFT_RULES, run_rules
-from verl.config.schema import ESTIMATORS, POLICY_LOSSES, RunConfig
+from verl.config.schema import RunConfig
 from verl.config.sft_schema import SftConfig
 from verl.errors import ConfigError
 from verl.registry import import_object

@@ -10,10 +10,11 @@ from typing import Any
 from pydantic import BaseModel
 
 from verl.config.algorithm_rules import ALGORITHM_RULES
+from verl.config.algorithm_schema import ESTIMATORS, GROUP_ESTIMATORS
 from verl.config.base import leaves
 from verl.config.problems import MISSING, Problem
 from verl.config.rule import Rule
-from verl.config.schema import ESTIMATORS, GROUP_ESTIMATORS, RunConfig
+from verl.config.schema import RunConfig
 from verl.config.sft_schema import SftConfig
 
 

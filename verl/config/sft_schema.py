@@ -6,8 +6,9 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from verl.config.algorithm_schema import FsdpConfig
 from verl.config.base import Decay, Paths, Section, Seed
-from verl.config.schema import DType, FsdpConfig
+from verl.config.schema import DType
 
 
 class SftDataConfig(Section):

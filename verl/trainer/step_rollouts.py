@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,8 @@ from verl.errors import HealthError
 from verl.trainer.evaluate import Generates
 from verl.types import Prompt, Trajectory
 
-_RATIOS = ("rollout/reused_context", "rollout/batch_rows", "rollout/cut_mass")
-"""Engine figures that are averaged over several batches; the others are sums."""
+_SUMS = re.compile(r"service/.*|.*(_tokens|_s)")
+"""Figures that are added up over several batches; the others are ratios and are averaged."""
 
 
 @dataclass(frozen=True)
@@ -98,10 +99,10 @@ def _by_prompt(trajectories: Sequence[Trajectory]) -> dict[str, list[Trajectory]
 
 
 def _merged(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Add up the figures of several batches; ratios are averaged."""
+    """Bring the figures of several batches together."""
     names = dict.fromkeys(name for row in figures for name in row)
     merged = {}
     for name in names:
         values = [row[name] for row in figures if name in row]
-        merged[name] = sum(values) / (len(values) if name in _RATIOS else 1)
+        merged[name] = sum(values) / (1 if _SUMS.fullmatch(name) else len(values))
     return merged
