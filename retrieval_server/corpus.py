@@ -305,7 +305,7 @@ class PassageStore:
     rename) meanwhile, but not written in place.
     """
 
-    def __init__(self, path: Path, starts: npt.NDArray[np.int64], cache_bytes: int = 96 << 20) -> None:
+    def __init__(self, path: Path, starts: npt.NDArray[np.int64], cache_bytes: int = 64 << 20) -> None:
         """``starts`` [N]: offset in bytes of each passage, ascending."""
         self._starts = starts
         try:
