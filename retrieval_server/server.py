@@ -35,6 +35,7 @@ _GRACE_S = 30
 _LAST_CALL_S = 0.5
 """How long connections without a request stay open when the server stops: a request may be on its way."""
 _LOOPBACK = ("127.", "::1", "localhost")
+_COLLECT_AFTER = 20_000
 _OTHER_FILES = 128
 """Open files beside the connections: index, libraries, logs."""
 
@@ -104,13 +105,15 @@ def serve(load: Loader, settings: Settings, listener: socket.socket) -> int:
 def _then_freeze(load: Loader) -> Loader:
     """Return a loader after which the garbage collector no longer looks at what is there: it stays until the end.
 
-    Otherwise it stops all requests for a tenth of a second now and then, to walk through libraries and index.
+    Otherwise it stops all requests for a tenth of a second now and then, to walk through libraries and index. And it
+    looks less often: one request makes more objects than the default number, and hardly any of them in a cycle.
     """
 
     def load_and_freeze(progress: LoadProgress) -> Retriever:
         retriever = load(progress)
         gc.collect()
         gc.freeze()
+        gc.set_threshold(_COLLECT_AFTER, 20, 20)
         return retriever
 
     return load_and_freeze

@@ -91,10 +91,10 @@ def check_size(n_queries: int, topk: int, name: str, settings: Settings) -> None
 def encode_response(results: Sequence[Sequence[Hit]], return_scores: bool) -> bytes:
     """Return the published answer: per query its documents, each with its score if asked for."""
     if return_scores:
-        lists = (
-            b",".join(b'{"document":%b,"score":%b}' % (h.document.encoded, repr(h.score).encode()) for h in hits)
+        lists = [
+            b",".join([b'{"document":%b,"score":%a}' % (document.encoded, score) for document, score in hits])
             for hits in results
-        )
+        ]
     else:
-        lists = (b",".join(h.document.encoded for h in hits) for hits in results)
-    return b'{"result":[%b]}' % b",".join(b"[%b]" % encoded for encoded in lists)
+        lists = [b",".join([document.encoded for document, _ in hits]) for hits in results]
+    return b'{"result":[%b]}' % b",".join([b"[%b]" % encoded for encoded in lists])

@@ -58,7 +58,7 @@ class Bm25Retriever:
         self._values, self._postings, self._indptr, self._largest = values, postings, indptr, largest
         self._vocabulary, self._analyzer, self._passages = vocabulary, analyzer, passages
         self._manifest = manifest
-        # Queries repeat a few thousand words, and looking a term up takes some 20 slices of the file.
+        # Queries repeat a few thousand words.
         self._number = lru_cache(maxsize=1 << 16)(self._number_of)
         # Two even on one core: while one search waits for the interpreter the other one is in the kernel.
         self.parallel = max(2, min(_MOST_PARALLEL, len(os.sched_getaffinity(0))))

@@ -266,13 +266,13 @@ def make_vocabulary(folder: Path, terms: Iterable[str]) -> tuple[Vocabulary, dic
 
 
 @settings(max_examples=30)
-@given(st.sets(st.text("abcé日𝕏'.", min_size=1, max_size=4), max_size=40), st.lists(st.text(max_size=4), max_size=10))
+@given(st.sets(st.text("abcé日𝕏'.", min_size=1, max_size=4), max_size=200), st.lists(st.text(max_size=4), max_size=10))
 def test_the_mapped_vocabulary_answers_like_a_dictionary(
     tmp_path_factory: pytest.TempPathFactory, terms: set[str], asked: list[str]
 ) -> None:
     vocabulary, expected = make_vocabulary(tmp_path_factory.mktemp("v"), terms)
     assert len(vocabulary) == len(expected)
-    for term in [*terms, *asked, "", "zzz", "\ud800"]:
+    for term in [*terms, *asked, "", "zzz", "\ud800", 'a": 0, "b']:
         assert vocabulary.number(term) == expected.get(term)
     vocabulary.close()
 
