@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--model", help="folder of the tokenizer that reads a file of trajectories")
-    given = parser.parse_args(arguments)
+    given = parser.parse_intermixed_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("search_r1").setLevel(logging.INFO)
     output = given.output or given.file.with_name(f"{given.file.stem}_scored")

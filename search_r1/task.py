@@ -218,10 +218,10 @@ class SearchTask:
         Card(title, sections, figures, config).write(folder / f"card_step_{step}")
         return figures
 
-    def _facts(self, n_rows: int) -> dict[str, dict[str, Any]]:
+    def _facts(self, n_episodes: int) -> dict[str, dict[str, Any]]:
         template = self._data.template
         return {
-            "data": data_facts(_paths(self._data, "val_files"), n_rows),
+            "data": data_facts(_paths(self._data, "val_files"), self._data.val_data_num, n_episodes),
             "retrieval": retrieval_facts(self._config, None if self._client is None else self._client.service_info),
             "prompts": {
                 "template": f"{template} {template_version(template)}",

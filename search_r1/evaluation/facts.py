@@ -12,9 +12,14 @@ from search_r1.judge.prompts import JUDGE_PROMPTS
 from verl.identity import file_sha256, model_fingerprint
 
 
-def data_facts(files: Sequence[Path], rows: int) -> dict[str, Any]:
-    """Return the files with their hashes, and how many rows were evaluated."""
-    return {"rows": rows, "files": {str(path): f"sha256 {file_sha256(path)}" for path in files if path.is_file()}}
+def data_facts(files: Sequence[Path], subset: int | None, episodes: int) -> dict[str, Any]:
+    """Return the files with their hashes, the size of the random subset (always the same one), and the episodes."""
+    chosen = "all rows" if subset is None else f"data.val_data_num={subset}, the seeded subset"
+    return {
+        "rows": chosen,
+        "episodes": episodes,
+        "files": {str(path): f"sha256 {file_sha256(path)}" for path in files if path.is_file()},
+    }
 
 
 def retrieval_facts(config: SearchConfig, info: Any) -> dict[str, Any]:
@@ -27,7 +32,9 @@ def retrieval_facts(config: SearchConfig, info: Any) -> dict[str, Any]:
     manifest: Mapping[str, Any] = info["manifest"] if isinstance(info.get("manifest"), Mapping) else {}
     corpus = info.get("corpus") or manifest.get("corpus")
     rest = {name: value for name, value in info.items() if name not in ("manifest", "corpus", "limits")}
-    return {**facts, "corpus": corpus, "retriever": rest, "index": {k: v for k, v in manifest.items() if k != "corpus"}}
+    # The hashes of an index's files follow from corpus, parameters and versions.
+    index = {name: value for name, value in manifest.items() if name not in ("corpus", "files")}
+    return {**facts, "corpus": corpus, "retriever": rest, "index": index}
 
 
 def scoring_facts(config: SearchConfig) -> dict[str, Any]:

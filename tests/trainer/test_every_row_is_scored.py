@@ -130,7 +130,11 @@ def test_every_row_in_file_order_twice_the_same(rows: Path, tmp_path: Path) -> N
     assert card["figures"] == dict(figures)
     assert card["facts"]["decoding"] == {"mode": "policy", "step": 0, "temperature": 0.0, "top_p": 1.0, "top_k": -1,
                                          "n": 1, "seed": 1}  # fmt: skip
-    assert card["facts"]["data"]["rows"] == N and card["config"] == {"data.val_batch_size": BATCH}
+    assert (
+        card["facts"]["data"]["episodes"] == N
+        and card["facts"]["data"]["rows"] == "all rows"
+        and card["config"] == {"data.val_batch_size": BATCH}
+    )
     assert card["facts"]["prompts"]["template"] == "compact v1" and card["facts"]["scoring"]["normaliser"] == "squad"
     assert evaluator.figures(0) == dict(figures) and evaluator.figures(1) is None
 
