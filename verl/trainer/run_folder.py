@@ -35,6 +35,8 @@ FREE_KEYS: tuple[str, ...] = (
     # paths and addresses
     "trainer.default_local_dir", "data.train_files", "data.val_files", "actor_rollout_ref.model.path",
     "critic.model.path", "job.*", "*.url", "*.api_key_env", "*.timeout_s", "*.retries", "*.backoff_s",
+    # what evaluations measure beside, and how a judge is reached and paid; its model and prompt are part of the reward
+    "evaluation.*", "judge.cache_path", "judge.max_concurrent", "judge.input_price", "judge.output_price",
     # where the work is done: a checkpoint loads at any world size
     "cluster.*", "trainer.nnodes", "trainer.n_gpus_per_node", "actor_rollout_ref.rollout.n_workers",
     "actor_rollout_ref.rollout.n_gpus", "actor_rollout_ref.rollout.placement",

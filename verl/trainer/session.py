@@ -273,7 +273,7 @@ def _gain(task: Task, first: Sequence[Trajectory], last: Sequence[Trajectory]) -
 
 
 #: Shown first in the table that ends a run, where the task has them.
-_SHOWN = ("n", "em", "f1", "rewrite_f1", "recall_at_3", "searches", "format_valid")
+_SHOWN = ("n", "em", "f1", "rewrite_f1", "recall_at_3", "searches", "format_valid", "bertscore", "judge")
 
 
 def _evaluation(folder: Path, step: int) -> list[Trajectory]:
