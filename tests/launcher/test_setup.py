@@ -18,7 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def checkout(tmp_path: Path) -> Path:
     """A folder with what the set-up reads, in a path with a space."""
     folder = tmp_path / "my checkout"
-    for name in ("scripts/setup.sh", "requirements/cpu.lock", "requirements/cuda.lock", "pyproject.toml"):
+    locks = ("requirements/cpu.lock", "requirements/cuda.lock", "requirements/vllm-cpu.lock")
+    for name in ("scripts/setup.sh", "pyproject.toml", *locks):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
     return folder
@@ -31,8 +32,11 @@ def stub(folder: Path, name: str, body: str) -> None:
     (folder / name).chmod(0o755)
 
 
-def set_up(checkout: Path, *arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-    env = {key: value for key, value in os.environ.items() if key != "PYTHON"}
+def set_up(
+    checkout: Path, *arguments: str, path: Path | None = None, vllm: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    env = {key: value for key, value in os.environ.items() if key not in ("PYTHON", "CHATR1_VLLM")}
+    env |= {} if vllm is None else {"CHATR1_VLLM": vllm}
     # Whatever the test leaves to chance must not reach a package index.
     env |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(checkout), "PIP_CONFIG_FILE": os.devnull}
     if path is not None:
@@ -89,6 +93,23 @@ def test_nothing_is_done_twice(checkout: Path) -> None:
     again = set_up(checkout, "--cpu")
     assert again.returncode == 2 and "pip could not install" in again.stderr
     assert not stamp.exists()
+
+
+def test_vllm_is_kept_by_later_set_ups_and_is_part_of_what_was_installed(checkout: Path) -> None:
+    empty_environment(checkout)
+    names = ("requirements/cpu.lock", "pyproject.toml", "scripts/setup.sh", "requirements/vllm-cpu.lock")
+    text = b"".join((checkout / name).read_bytes() for name in names) + f"{checkout}\ncpu\nvllm\n".encode()
+    stamp = checkout / ".venv" / ".chatr1-setup"
+    stamp.write_text(f"{hashlib.sha256(text).hexdigest()}\ncpu lock, torch 0, vLLM\n1\n")
+    for wish in (None, "1"):
+        done = set_up(checkout, "--cpu", vllm=wish)
+        assert (done.returncode, done.stdout.strip()) == (0, "setup: ready (cpu lock, torch 0, vLLM)"), done.stderr
+    assert set_up(checkout, "--cpu", vllm="0").returncode == 2  # another wish: it installs, and there is no pip
+
+
+def test_an_unknown_wish_for_vllm_is_refused(checkout: Path) -> None:
+    done = set_up(checkout, "--cpu", vllm="yes")
+    assert done.returncode == 2 and "CHATR1_VLLM=yes: 1 installs" in done.stderr
 
 
 def test_unknown_arguments_are_refused(checkout: Path) -> None:
