@@ -38,5 +38,9 @@ class EngineError(ChatR1Error):
     """A rollout engine failed, or holds weights that are only partly written."""
 
 
+class EngineDeadError(EngineError):
+    """A rollout engine can never generate again: a process of it has ended. Its worker is left out from then on."""
+
+
 class HealthError(ChatR1Error):
     """A run was stopped because a configured limit was crossed (failure rate, NaN)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 
 import pytest
 
@@ -31,7 +32,7 @@ BREAKING: dict[str, tuple[str, ...]] = {
     "top_k": (f"{R}.top_k=0",),
     "validation top_k": (f"{R}.val_kwargs.top_k=-2",),
     "greedy needs one sample": (f"{R}.val_kwargs.n=4",),
-    "hf engine uses one device": (f"{R}.tensor_model_parallel_size=2",),
+    "hf engine uses one device": (f"{R}.name=hf", f"{R}.tensor_model_parallel_size=2"),
     "split placement has devices": (f"{R}.n_gpus=2",),
     "staleness needs split": ("trainer.staleness=1",),
     "local cluster is one process": ("cluster.kind=local",),
@@ -58,7 +59,7 @@ BREAKING: dict[str, tuple[str, ...]] = {
     "filter has groups": ("algorithm.filter_groups.enable=true",),
     "overlong has a length": ("algorithm.shaping.overlong_coef=0.1",),
 }  # fmt: skip
-UNREACHABLE = {"engine exists", "deterministic engine", "wandb is installed"}
+UNREACHABLE = {"vllm is installed", "vllm log-probs", "deterministic engine", "wandb is installed"}
 """They depend on what is installed; tested below."""
 
 
@@ -77,13 +78,49 @@ def test_no_rule_is_left_out() -> None:
     assert {rule.name for rule in RUN_RULES} == set(BREAKING) | UNREACHABLE
 
 
-def test_an_engine_that_is_not_there_is_refused() -> None:
-    if importlib.util.find_spec("verl.workers.rollout.vllm") is None:
-        with pytest.raises(ConfigError, match="not part of this release"):
-            load_config(overrides=[f"{R}.name=vllm"])
-    else:
-        with pytest.raises(ConfigError, match="only the hf engine can run deterministically"):
-            load_config(overrides=[f"{R}.name=vllm", f"{R}.deterministic=true"])
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Decide whether vLLM seems to be installed."""
+
+    def decide(present: bool) -> None:
+        for module in ("schema", "rules"):
+            monkeypatch.setattr(f"verl.config.{module}.vllm_installed", lambda: present)
+
+    return decide
+
+
+def test_vllm_is_asked_for_only_where_it_is_installed(installed: Callable[[bool], None]) -> None:
+    installed(False)
+    with pytest.raises(ConfigError, match=r"vLLM is not installed; install it \(CHATR1_VLLM=1 make setup\), or set"):
+        load_config(overrides=[f"{R}.name=vllm"])
+    installed(True)
+    assert load_config(overrides=[f"{R}.name=vllm"]).actor_rollout_ref.rollout.name == "vllm"
+
+
+@pytest.mark.parametrize(
+    ("present", "overrides", "engine"),
+    [
+        (False, (), "hf"),
+        (True, (), "vllm"),
+        (True, (f"{R}.deterministic=true",), "hf"),
+        (True, (f"{R}.name=hf",), "hf"),
+    ],
+)
+def test_auto_is_settled_when_the_run_is_configured(
+    installed: Callable[[bool], None], present: bool, overrides: tuple[str, ...], engine: str
+) -> None:
+    installed(present)
+    assert load_config(overrides=overrides).actor_rollout_ref.rollout.name == engine
+
+
+def test_what_vllm_cannot_do_is_refused(installed: Callable[[bool], None]) -> None:
+    installed(True)
+    with pytest.raises(ConfigError, match="only the hf engine can run deterministically"):
+        load_config(overrides=[f"{R}.name=vllm", f"{R}.deterministic=true"])
+    with pytest.raises(ConfigError, match=r"before top-p and top-k \(top_p = 0.9, top_k = -1\) at temperature 1 only"):
+        load_config(overrides=[f"{R}.name=vllm", f"{R}.top_p=0.9", f"{R}.temperature=0.7"])
+    for allowed in ("temperature=0.7", "top_p=0.9"):
+        load_config(overrides=[f"{R}.name=vllm", f"{R}.{allowed}"])
 
 
 def test_wandb_is_asked_for_only_when_it_is_installed() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 from search_r1.task import SearchTask
@@ -74,9 +75,15 @@ class TwoTurns:
             await generate.generate([5] * 1000, Sampling(5))
         if what == "no service":
             raise RetrievalError("connection refused by port 8002")
+        if what == "no service after a turn":
+            await generate.generate([5, 6], Sampling(6, seed=1))
+            raise RetrievalError("connection refused by port 8002")
         if what == "bug":
             raise KeyError("a fault of the program")
         if what == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what is not None and what.startswith("die unless ") and not os.path.exists(what.removeprefix("die unless ")):
+            Path(what.removeprefix("die unless ")).touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
 

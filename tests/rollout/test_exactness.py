@@ -52,7 +52,7 @@ def test_a_hundred_episodes_train_exactly_what_was_sampled(tmp_path: Path, tempe
     rollouts.setup()
     policy.wait(policy.submit("setup"))
     (manifest,) = policy.wait(policy.submit("publish", 0, str(tmp_path / "weights")))
-    rollout.wait(rollout.submit("load_weights", manifest))
+    rollouts.publish(manifest)
     OfflineSearchTask.sampled.clear()
 
     rows = [Row(f"q{i}", f"Who is {i}?", ("a1",)) for i in range(25)]

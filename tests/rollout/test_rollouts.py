@@ -41,7 +41,7 @@ class Running:
         self.manifest = WeightChannel(weights).publish(model.named_parameters(), version=0)
 
     def publish(self) -> None:
-        self.group.wait(self.group.submit("load_weights", self.manifest))
+        self.rollouts.publish(self.manifest)
 
     def generate(self, prompts: list[Prompt], step: int = 1, n: int = 1, **kwargs: Any) -> list[Trajectory]:
         return self.rollouts.generate(prompts, step, n, **({"temperature": 1.0} | kwargs))
@@ -104,6 +104,41 @@ def test_figures_of_the_engines_cover_the_last_generate_only(make: Make) -> None
         assert figures["service/requests"] == len(found)
     running.generate(prompts(4), top_k=2)
     assert 0 < running.rollouts.figures()["rollout/cut_mass"] < 1
+
+
+def test_figures_of_time_and_of_what_was_thrown_away(make: Make) -> None:
+    running = make(max_failure_rate=0.5)
+    found = running.generate(prompts(8))
+    figures = running.rollouts.figures()
+    assert figures["rollout/discarded_tokens"] == 0 == figures["rollout/lost_workers"]
+    seconds = sorted(t.seconds for t in found)
+    expected = {"p50": seconds[3], "p95": seconds[7], "max": seconds[7]}
+    assert {name: figures[f"rollout/episode_s/{name}"] for name in expected} == expected
+    rates = figures["rollout/model_tokens_per_s"] / figures["rollout/episodes_per_s"]
+    assert rates == pytest.approx(sum(sum(t.loss_mask) for t in found) / 8)
+    assert 0 < figures["rollout/engine_busy"] <= 1
+    assert figures["rollout/engine_busy"] <= figures["rollout/in_flight"] <= 8
+    assert figures["rollout/search_wait_s"] == 0
+    # An episode whose first turn is sampled and whose task then fails: what was sampled is thrown away, and shows.
+    running.generate(prompts(8, do={3: "no service after a turn"}))
+    assert running.rollouts.figures()["rollout/discarded_tokens"] == 6
+
+
+def test_a_worker_that_missed_a_publish_is_noticed_by_version_and_by_checksum(make: Make, tmp_path: Path) -> None:
+    running = make()
+    tensors = {entry.name: torch.zeros(entry.shape) for entry in running.manifest.entries}
+    channel = WeightChannel(tmp_path / "next", checksums=True)
+    next_version, same_version = (channel.publish(iter(tensors.items()), version) for version in (1, 0))
+    load, running.group._worker.load_weights = running.group._worker.load_weights, lambda manifest: None
+    running.rollouts.publish(next_version)
+    with pytest.raises(EngineError, match=r"worker 0 holds weights version 0 .*, published was version 1"):
+        running.generate(prompts(1))
+    running.rollouts.publish(same_version)
+    with pytest.raises(EngineError, match=r"version 0 \(checksum None\), published was version 0 \(checksum \d+\)"):
+        running.generate(prompts(1))
+    running.group._worker.load_weights = load
+    running.rollouts.publish(same_version)
+    assert len(running.generate(prompts(1))) == 1
 
 
 def test_failures_become_stop_reasons_and_keep_the_prompt(make: Make) -> None:

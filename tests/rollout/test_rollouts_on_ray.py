@@ -1,4 +1,4 @@
-"""The same rollouts from two worker processes: equal bit for bit, and a dead worker is named."""
+"""The same rollouts from two worker processes: equal bit for bit, and the work of a dead one is done by the other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from verl.cluster.local import LocalCluster
 from verl.cluster.ray import RayCluster
 from verl.config import RunConfig
-from verl.errors import ResourceError
+from verl.errors import EngineError
 from verl.types import Cluster, Prompt, Trajectory
 from verl.workers.rollout.manager import Rollouts
 from verl.workers.rollout.worker import RolloutWorker
@@ -48,7 +48,7 @@ def ready(cluster: Cluster, size: int, config: RunConfig, manifest: WeightManife
     group = cluster.spawn("rollout", RolloutWorker, size, config)
     rollouts = Rollouts(group, config)  # type: ignore[arg-type]
     rollouts.setup()
-    assert group.wait(group.submit("load_weights", manifest)) == [0] * size
+    rollouts.publish(manifest)
     return rollouts
 
 
@@ -58,14 +58,23 @@ def run(rollouts: Rollouts, rows: dict[int, str] | None = None) -> list[Trajecto
     return rollouts.generate(prompts, step=1, n=3, temperature=1.0)
 
 
-def test_two_workers_give_what_one_process_gives_and_a_dead_one_is_named(
-    cluster: RayCluster, config: RunConfig, manifest: WeightManifest
+def test_two_workers_give_what_one_process_gives_and_a_dead_one_is_replaced_by_the_other(
+    cluster: RayCluster, config: RunConfig, manifest: WeightManifest, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     local = LocalCluster()
     expected = run(ready(local, 1, config, manifest))
     rollouts = ready(cluster, 2, config, manifest)
     assert [t.segments for t in run(rollouts)] == [t.segments for t in expected]  # bit for bit
-    with pytest.raises(ResourceError, match=r"rollout worker [01] died"):
+
+    found = run(rollouts, {5: f"die unless {tmp_path / 'killed'}"})
+    assert [t.trajectory_id for t in found] == [t.trajectory_id for t in expected]  # none lost, none twice
+    assert [t.segments for t in found] == [t.segments for t in expected]
+    assert "its episodes are run by the others (1 left): rollout worker" in caplog.text
+    assert rollouts.figures()["rollout/lost_workers"] == 1
+    rollouts.publish(manifest)
+    assert [t.segments for t in run(rollouts)] == [t.segments for t in expected]
+
+    with pytest.raises(EngineError, match=r"no rollout worker is left; the last one, [01]: rollout worker [01] died"):
         run(rollouts, {5: "die"})
     local.close()
     rollouts.close()

@@ -177,16 +177,23 @@ class RayCluster:
     """Spawns groups on Ray: on a private instance started here, or on the cluster that RAY_ADDRESS names."""
 
     def __init__(
-        self, *, threads_per_worker: int = 1, oversubscribe: bool = False, own_devices: Sequence[str] = ()
+        self,
+        *,
+        threads_per_worker: int = 1,
+        oversubscribe: bool = False,
+        own_devices: Sequence[str] = (),
+        devices_per_worker: Mapping[str, int] | None = None,
     ) -> None:
         """Start or join Ray.
 
         ``threads_per_worker`` counts on machines without accelerators. Roles in ``own_devices`` do not share their
-        devices with the other roles (``rollout`` when it is placed ``split``).
+        devices with the other roles (``rollout`` when it is placed ``split``). ``devices_per_worker`` names the roles
+        whose workers compute on several devices each (cores on a CPU): engines with tensor parallelism.
         """
         self._threads = threads_per_worker
         self._oversubscribe = oversubscribe
         self._own_devices = frozenset(own_devices)
+        self._devices_per_worker = dict(devices_per_worker or {})
         self._groups: list[RayGroup] = []
         self._placements: dict[str, Any] = {}
         self._started = not ray.is_initialized()
@@ -231,24 +238,36 @@ class RayCluster:
             ray.shutdown()
 
     def _check_room(self, role: str, size: int) -> None:
-        if self._devices or self._oversubscribe or size * self._threads <= self._cores:
+        each = self._devices_per_worker.get(role, 1)
+        if self._devices:
+            if each > 1 and role not in self._own_devices:
+                raise ResourceError(
+                    f"a {role} worker on {each} devices (actor_rollout_ref.rollout.tensor_model_parallel_size) cannot "
+                    "share them with training ranks of one device each; set actor_rollout_ref.rollout.placement=split "
+                    "with actor_rollout_ref.rollout.n_gpus, or tensor_model_parallel_size=1"
+                )
+            return
+        threads = self._threads * each
+        if self._oversubscribe or size * threads <= self._cores:
             return
         raise ResourceError(
-            f"{size} {role} workers of {self._threads} threads need {size * self._threads} cores, there are "
-            f"{self._cores}; lower trainer.n_gpus_per_node, actor_rollout_ref.rollout.n_workers or "
-            "cluster.threads_per_worker, or set cluster.oversubscribe=true"
+            f"{size} {role} workers of {threads} threads need {size * threads} cores, there are "
+            f"{self._cores}; lower trainer.n_gpus_per_node, actor_rollout_ref.rollout.n_workers, "
+            "actor_rollout_ref.rollout.tensor_model_parallel_size or cluster.threads_per_worker, or set "
+            "cluster.oversubscribe=true"
         )
 
     def _options(self, role: str, size: int) -> list[dict[str, Any]]:
         """Return the actor options of each rank."""
+        each = self._devices_per_worker.get(role, 1)
         if not self._devices:
-            cores = 0.0 if self._oversubscribe else _SHARE * self._threads
+            cores = 0.0 if self._oversubscribe else _SHARE * self._threads * each
             return [{"num_cpus": cores, "scheduling_strategy": "SPREAD"}] * size
         bundles = self._placement(role, size)
         return [
             {
                 "num_cpus": _SHARE,
-                "num_gpus": _SHARE,
+                "num_gpus": _SHARE if each == 1 else each,
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(
                     bundles, placement_group_bundle_index=rank % bundles.bundle_count
                 ),
@@ -257,13 +276,14 @@ class RayCluster:
         ]
 
     def _placement(self, role: str, size: int) -> Any:
-        """Return the placement group of a role: one device a bundle; shared by all roles without their own."""
+        """Return the placement group of a role: a worker's devices a bundle; shared by all roles without their own."""
         pool = role if role in self._own_devices else "shared"
         if pool not in self._placements:
-            bundles = placement_group([{"GPU": 1.0, "CPU": 1.0}] * size, strategy="PACK")
+            each = self._devices_per_worker.get(role, 1)
+            bundles = placement_group([{"GPU": float(each), "CPU": 1.0}] * size, strategy="PACK")
             if not bundles.wait(timeout_seconds=60):
                 raise ResourceError(
-                    f"{size} devices for {role} are not free: the cluster has {self._devices} devices and "
+                    f"{size * each} devices for {role} are not free: the cluster has {self._devices} devices and "
                     f"{self._cores} cores; lower trainer.n_gpus_per_node, trainer.nnodes or "
                     "actor_rollout_ref.rollout.n_gpus"
                 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -14,7 +13,7 @@ from verl.config.algorithm_schema import ESTIMATORS, GROUP_ESTIMATORS
 from verl.config.base import leaves
 from verl.config.problems import MISSING, Problem
 from verl.config.rule import Rule
-from verl.config.schema import RunConfig
+from verl.config.schema import RunConfig, vllm_installed
 from verl.config.sft_schema import SftConfig
 
 
@@ -49,14 +48,6 @@ ACTOR = "actor_rollout_ref.actor"
 
 def _trajectories(config: RunConfig) -> int:
     return config.data.train_batch_size * config.actor_rollout_ref.rollout.group_size
-
-
-def _engine_exists(config: RunConfig) -> bool:
-    """An engine is a module of its name; looked for, not imported, since it is heavy."""
-    if config.actor_rollout_ref.rollout.name == "hf":
-        return True
-    engines = Path(__file__).resolve().parents[1] / "workers" / "rollout"
-    return (engines / f"{config.actor_rollout_ref.rollout.name}.py").is_file()
 
 
 def _wandb_installed(config: RunConfig | SftConfig) -> bool:
@@ -225,11 +216,23 @@ RUN_RULES: tuple[Rule, ...] = (
         f"set {ROLLOUT}.val_kwargs.n=1 or a temperature above 0",
     ),
     Rule(
-        "engine exists",
+        "vllm is installed",
         (f"{ROLLOUT}.name",),
-        _engine_exists,
-        "this engine is not part of this release",
-        f"set {ROLLOUT}.name=hf",
+        lambda c: c.actor_rollout_ref.rollout.name != "vllm" or vllm_installed(),
+        "vLLM is not installed",
+        f"install it (CHATR1_VLLM=1 make setup), or set {ROLLOUT}.name=hf",
+    ),
+    Rule(
+        "vllm log-probs",
+        (f"{ROLLOUT}.temperature", f"{ROLLOUT}.top_p", f"{ROLLOUT}.top_k", f"{ROLLOUT}.name"),
+        lambda c: (
+            c.actor_rollout_ref.rollout.name != "vllm"
+            or c.actor_rollout_ref.rollout.temperature == 1
+            or (c.actor_rollout_ref.rollout.top_p == 1 and c.actor_rollout_ref.rollout.top_k == -1)
+        ),
+        f"the vllm engine gives log-probs before top-p and top-k (top_p = {{{ROLLOUT}.top_p}}, top_k = "
+        f"{{{ROLLOUT}.top_k}}) at temperature 1 only",
+        f"set {ROLLOUT}.temperature=1, or top_p=1 and top_k=-1, or {ROLLOUT}.name=hf",
     ),
     Rule(
         "hf engine uses one device",

@@ -6,9 +6,10 @@ Names are those of the published scripts. Numbers are published defaults unless 
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from verl.config.algorithm_schema import (
     CRITIC_ESTIMATORS,
@@ -20,6 +21,11 @@ from verl.config.algorithm_schema import (
 from verl.config.base import Paths, Section, Seed, Template
 
 DType = Literal["float32", "bfloat16"]
+
+
+def vllm_installed() -> bool:
+    """True when vLLM can be imported, of whichever build; looked for, not imported, since it is heavy."""
+    return importlib.util.find_spec("vllm") is not None
 
 
 class DataConfig(Section):
@@ -110,8 +116,8 @@ class ValKwargs(Section):
 class RolloutConfig(Section):
     """The rollout engine and how episodes are sampled."""
 
-    name: Literal["hf", "vllm"] = "hf"
-    """Engine: ``hf`` (transformers) or ``vllm``."""
+    name: Literal["auto", "hf", "vllm"] = "auto"
+    """Engine: ``hf`` (transformers), ``vllm``, or ``auto``: vllm where it is installed, else hf."""
     n: PositiveInt = 1
     """Alias of ``n_agent``; only one of the two may be above 1."""
     n_agent: PositiveInt = 1
@@ -145,12 +151,23 @@ class RolloutConfig(Section):
     tensor_model_parallel_size: PositiveInt = 1
     """Devices per engine (vllm). Published default 2."""
     gpu_memory_utilization: float = Field(0.5, gt=0.0, le=1.0)
-    """Share of device memory for the engine (vllm)."""
+    """Share of device memory for the engine (vllm). On a CPU the most that all engines together take."""
     max_num_batched_tokens: PositiveInt = 8192
-    """Tokens per engine step (vllm)."""
+    """Tokens per engine step (vllm); the CPU build reads prompts whole and takes at least the context's length."""
     enforce_eager: bool = True
     """Do without compiled graphs (vllm)."""
+    check_weights: bool = False
+    """Compare a checksum of every published tensor on arrival, and of all of them before every rollout. Ours."""
     val_kwargs: ValKwargs = ValKwargs()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _choose_engine(cls, values: Any) -> Any:
+        """Settle ``auto`` where the run is configured: all workers do the same, and a resume notices a change."""
+        if isinstance(values, dict) and values.get("name", "auto") == "auto":
+            chosen = "vllm" if vllm_installed() and values.get("deterministic") is not True else "hf"
+            return values | {"name": chosen}
+        return values
 
     @property
     def group_size(self) -> int:

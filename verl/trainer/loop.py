@@ -19,7 +19,7 @@ from verl.algorithms.entropy import EntropyController
 from verl.algorithms.kl import KlController
 from verl.data.prompts import PromptStream
 from verl.data.samples import Assembled, assemble, permute_rewards
-from verl.errors import HealthError, RetrievalError
+from verl.errors import EngineError, HealthError, RetrievalError
 from verl.metrics import StepMetrics
 from verl.timing import Stopwatch
 from verl.tracking import Tracker
@@ -105,7 +105,7 @@ class TrainingLoop:
         position = self.parts.prompts.state()
         try:
             self.train_step(self.step + 1)
-        except (HealthError, RetrievalError):
+        except (EngineError, HealthError, RetrievalError):
             if self._whole and self.step > self._saved:
                 self.parts.prompts.restore(position)
                 self._save(*self._done)

@@ -101,12 +101,13 @@ def run_episodes(
     try:
         rollout = cluster.spawn("rollout", RecordingWorker, config.n_rollout_workers, config)
         policy = cluster.spawn("policy", PolicyWorker, config.world_size, config, 1)
-        for group, handle in ((rollout, rollout.submit("setup")), (policy, policy.submit("setup"))):
-            group.wait(handle)
+        rollouts = Rollouts(cast(DealingGroup, rollout), config)
+        rollouts.begin_setup()
+        policy.wait(policy.submit("setup"))
+        rollouts.setup()
         with tempfile.TemporaryDirectory(dir=config.trainer.default_local_dir, prefix="audit-weights-") as weights:
             manifests = policy.wait(policy.submit("publish", VERSION, weights))
-            rollout.wait(rollout.submit("load_weights", manifests[0]))
-            rollouts = Rollouts(cast(DealingGroup, rollout), config)
+            rollouts.publish(manifests[0])
             trajectories = rollouts.generate(
                 prompts,
                 0,

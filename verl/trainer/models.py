@@ -17,6 +17,7 @@ from verl.data.samples import ScoredRows, fill
 from verl.types import Cluster, Sample, WorkerGroup
 from verl.workers.critic import CriticWorker
 from verl.workers.policy import PolicyWorker
+from verl.workers.rollout.manager import Rollouts
 
 logger = logging.getLogger(__name__)
 
@@ -29,18 +30,22 @@ class WorkerModels:
         config: Any,
         policy: WorkerGroup,
         critic: WorkerGroup | None,
-        rollout: WorkerGroup,
+        rollouts: Rollouts,
         weights_folder: Path,
     ) -> None:
         """``weights_folder`` is where published weights pass through."""
         self._config = config
         self._policy = policy
         self._critic = critic
-        self._rollout = rollout
+        self._rollouts = rollouts
         self._weights_folder = weights_folder
 
     def score(self, samples: Sequence[Sample]) -> tuple[list[Sample], Mapping[str, float]]:
-        """Fill in old log-probs, and reference log-probs and values where the algorithm uses them."""
+        """Fill in old log-probs, and reference log-probs and values where the algorithm uses them.
+
+        Engines that share the devices leave them to training from here to the next ``publish``.
+        """
+        self._rollouts.sleep()
         columns = [("old_logprobs", self._policy, self._policy.submit("log_probs", samples))]
         if self._critic is not None:
             columns.append(("values", self._critic, self._critic.submit("values", samples)))
@@ -67,7 +72,7 @@ class WorkerModels:
     def publish(self, version: int) -> None:
         """Bring the policy's weights to every rollout engine as ``version``."""
         manifests = self._policy.wait(self._policy.submit("publish", version, str(self._weights_folder)))
-        self._rollout.wait(self._rollout.submit("load_weights", manifests[0]))
+        self._rollouts.publish(manifests[0])
 
     def save(self, folder: Path, export: bool) -> None:
         """Write ``policy/``, ``critic/`` and, when asked, ``hf/``."""
@@ -92,17 +97,19 @@ class WorkerModels:
         shutil.rmtree(self._weights_folder, ignore_errors=True)
 
 
-def spawn_models(cluster: Cluster, config: Any, rollout: WorkerGroup, total_steps: int, weights: Path) -> WorkerModels:
-    """Create the policy's and, for gae, the critic's workers; load all models, those of ``rollout`` too, at once."""
+def spawn_models(cluster: Cluster, config: Any, rollouts: Rollouts, total_steps: int, weights: Path) -> WorkerModels:
+    """Create the policy's and, for gae, the critic's workers; load all models, those of ``rollouts`` too, at once."""
+    rollouts.begin_setup()
     policy = cluster.spawn("policy", PolicyWorker, config.world_size, config, total_steps)
     critic = None
-    calls = [(rollout, rollout.submit("setup")), (policy, policy.submit("setup"))]
+    calls = [(policy, policy.submit("setup"))]
     if config.uses_critic and not config.trainer.val_only:
         critic = cluster.spawn("critic", CriticWorker, config.world_size, config, total_steps)
         calls.append((critic, critic.submit("setup")))
     for group, handle in calls:
         group.wait(handle)
-    return WorkerModels(config, policy, critic, rollout, weights)
+    rollouts.setup()
+    return WorkerModels(config, policy, critic, rollouts, weights)
 
 
 def weights_folder(run_folder: Path, run_id: str, nodes: int, need_bytes: int) -> Path:

@@ -132,6 +132,7 @@ def make_cluster(config: RunConfig) -> Cluster:
         threads_per_worker=config.cluster.threads_per_worker,
         oversubscribe=config.cluster.oversubscribe,
         own_devices=own,
+        devices_per_worker={"rollout": config.actor_rollout_ref.rollout.tensor_model_parallel_size},
     )
 
 
@@ -147,10 +148,10 @@ def _build(
 ) -> tuple[TrainingLoop, WorkerModels]:
     """Spawn the workers and put the loop together."""
     total = plan.total_steps
-    rollout = cluster.spawn("rollout", RolloutWorker, config.n_rollout_workers, config)
+    workers = cluster.spawn("rollout", RolloutWorker, config.n_rollout_workers, config)
+    rollouts = Rollouts(cast(DealingGroup, workers), config)
     weights = weights_folder(folder.path, folder.run_id, config.trainer.nnodes, _checkpoint_bytes(config) // 4)
-    models = spawn_models(cluster, config, rollout, max(1, total), weights)
-    rollouts = Rollouts(cast(DealingGroup, rollout), config)
+    models = spawn_models(cluster, config, rollouts, max(1, total), weights)
     flat = flatten(config)
     info = RunInfo(
         directory=folder.path,

@@ -161,7 +161,8 @@ class PolicyWorker(TrainedModel):
     def publish(self, version: int, directory: str) -> WeightManifest:
         """Write the weights for the rollout engines into ``directory``; rank 0's manifest is the real one."""
         if directory not in self._channels:
-            self._channels[directory] = WeightChannel(directory)
+            checksums = self.config.actor_rollout_ref.rollout.check_weights
+            self._channels[directory] = WeightChannel(directory, checksums)
         with on_device(self.engine):
             return self._channels[directory].publish(
                 self.named_full_tensors(),

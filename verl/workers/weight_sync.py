@@ -14,13 +14,14 @@ import contextlib
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from verl.errors import EngineError, ResourceError
 
@@ -51,6 +52,23 @@ class WeightManifest:
     """Paths of the buckets."""
     entries: tuple[WeightEntry, ...]
     """In the order they were written."""
+
+    @property
+    def digest(self) -> int | None:
+        """One checksum over those of all tensors, their names and order; None when the channel makes none."""
+        if not self.entries or any(entry.checksum is None for entry in self.entries):
+            return None
+        return zlib.crc32("".join(f"{entry.name}:{entry.checksum};" for entry in self.entries).encode())
+
+    def to_record(self) -> dict[str, Any]:
+        """Return the manifest as plain data; ``from_record`` inverts it, lists in place of tuples included."""
+        return asdict(self)
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> WeightManifest:
+        """Rebuild a manifest from ``to_record``'s form."""
+        entries = (WeightEntry(**(entry | {"shape": tuple(entry["shape"])})) for entry in record["entries"])
+        return cls(record["version"], tuple(record["files"]), tuple(entries))
 
 
 class WeightChannel:
@@ -132,6 +150,18 @@ class WeightChannel:
                 partial.unlink(missing_ok=True)
             raise ResourceError(f"cannot write weights version {version} to {self.directory}: {error}") from error
         self._files.append(path)
+
+
+def weight_spec(model: nn.Module) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return shape and dtype name of every weight of a Hugging Face model, tied weights once."""
+    return {name: (tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in model.named_parameters()}
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Return alias -> name in ``weight_spec`` for weights that share storage, such as a tied head."""
+    by_identity = {id(p): name for name, p in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: by_identity[id(p)] for name, p in every if by_identity[id(p)] != name}
 
 
 def receive(

@@ -17,7 +17,7 @@ from verl.workers.rollout.slots import SlotModel
 from verl.workers.rollout.stopping import StopRule
 
 if TYPE_CHECKING:
-    from verl.workers.rollout.hf import EngineStats, Session
+    from verl.workers.rollout.hf import HfStats, Session
 
 _PREFILL_TOKENS = 8192
 """Padded tokens read in one forward pass at most: bounds the memory of activations."""
@@ -94,7 +94,7 @@ class KeptStates:
 class Batch:
     """The active rows; row i owns slot i of the model's buffer."""
 
-    def __init__(self, model: SlotModel, stop: StopRule, stats: EngineStats) -> None:
+    def __init__(self, model: SlotModel, stop: StopRule, stats: HfStats) -> None:
         self._model, self._stop, self._stats = model, stop, stats
         self.rows: list[Request] = []
         self._sampling: SamplingBatch | None = None

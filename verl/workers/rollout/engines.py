@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
-
-from torch import Tensor
 
 from verl.registry import Registry
 from verl.types import Generate
 from verl.workers.device import Device
 from verl.workers.rollout.hf import HfEngine
+from verl.workers.rollout.state import HeldWeights
+from verl.workers.weight_sync import WeightManifest
 
 
 class EpisodeSession(Generate, Protocol):
@@ -22,38 +22,38 @@ class EpisodeSession(Generate, Protocol):
 
 
 class Engine(Generate, Protocol):
-    """A rollout engine inside a worker. It owns a copy of the weights and receives it through ``load_weights`` only."""
+    """A rollout engine inside a worker. It owns a copy of the weights and receives it through ``take_over`` only."""
 
     tokenizer: Any
     max_num_seqs: int
-
-    @property
-    def policy_version(self) -> int:
-        """Version of the weights; -1 before the first ``load_weights``."""
-        ...
+    weights: HeldWeights
 
     def session(self, order: int) -> EpisodeSession:
         """Open the session of one episode; ``order`` is its place in deterministic batches."""
         ...
 
-    def weight_spec(self) -> Mapping[str, tuple[tuple[int, ...], str]]:
-        """Return name -> (shape, dtype) of every weight."""
+    async def take_over(self, manifest: WeightManifest) -> None:
+        """Replace all weights by a publish; later completions carry its version.
+
+        Raises EngineError. When it fails before the first write the engine stays as it was; after that nothing is
+        generated until a whole publish has succeeded.
+        """
         ...
 
-    def tied_names(self) -> Mapping[str, str]:
-        """Return alias -> name of tied weights."""
+    async def sleep(self) -> None:
+        """Leave the device to training until the next ``take_over``, where the device supports it."""
         ...
 
-    def load_weights(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Overwrite all weights; after a failure in the middle nothing is generated until a load succeeds."""
+    async def check_alive(self) -> None:
+        """Raise EngineDeadError, naming the cause, when the engine can never generate again."""
         ...
 
     def reset_cache(self) -> None:
-        """Forget keys and values of earlier generations."""
+        """Forget keys and values of earlier generations (engines that can run deterministically)."""
         ...
 
     def totals(self) -> Mapping[str, float]:
-        """Return running totals since the engine was built."""
+        """Return running totals since the engine was built: the fields of ``EngineStats``, and its own."""
         ...
 
     def close(self) -> None:
@@ -75,5 +75,11 @@ def _hf(config: Any, device: Device) -> Engine:
     )
 
 
-ENGINES: Registry[Callable[[Any, Device], Engine]] = Registry("rollout engine", {"hf": _hf})
+def _vllm(config: Any, device: Device) -> Engine:
+    from verl.workers.rollout.vllm import VllmEngine, VllmSettings  # heavy, and there only where it is installed
+
+    return VllmEngine(VllmSettings.from_config(config, device))
+
+
+ENGINES: Registry[Callable[[Any, Device], Engine]] = Registry("rollout engine", {"hf": _hf, "vllm": _vllm})
 """``actor_rollout_ref.rollout.name`` -> function of the run config and the worker's device."""

@@ -21,7 +21,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,7 +32,9 @@ from verl.types import Completion, Sampling
 from verl.workers.models import load_tokenizer
 from verl.workers.rollout.batch import Batch, Request
 from verl.workers.rollout.slots import load_slot_model
-from verl.workers.rollout.stopping import StopRule
+from verl.workers.rollout.state import AWAITING, EngineStats, HeldWeights
+from verl.workers.rollout.stopping import StopRule, eos_token_ids, new_token_limit
+from verl.workers.weight_sync import WeightManifest, receive, tied_names, weight_spec
 
 logger = logging.getLogger(__name__)
 
@@ -42,24 +44,13 @@ _BURST = 8
 
 
 @dataclass
-class EngineStats:
-    """Running totals since the engine was built; seconds are wall time of the model thread."""
+class HfStats(EngineStats):
+    """What this engine can tell besides; seconds are wall time of the model thread."""
 
-    generated_tokens: int = 0
-    prefilled_tokens: int = 0
-    reused_tokens: int = 0
-    """Context tokens that were not read again because their keys and values were kept or shared."""
-    decode_steps: int = 0
-    decode_rows: int = 0
-    """Sum over decode steps of the rows in the batch: divided by the steps it is the mean batch size."""
     decode_s: float = 0.0
     prefill_s: float = 0.0
     cut_mass: float = 0.0
     """Probability that top-p and top-k cut away, summed over the generated tokens."""
-
-    def as_dict(self) -> dict[str, float]:
-        """Return the totals by name."""
-        return {name: float(value) for name, value in vars(self).items()}
 
 
 class Session:
@@ -83,15 +74,6 @@ class Session:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-@dataclass
-class _Weights:
-    """Which weights the engine holds."""
-
-    version: int
-    usable: bool = True
-    reason: str = field(default="")
 
 
 class HfEngine:
@@ -123,10 +105,11 @@ class HfEngine:
         self.deterministic = deterministic
         self.max_num_seqs = max_num_seqs
         self.max_model_len = min(max_model_len or self.model.max_length, self.model.max_length)
-        eos = () if ignore_eos else _eos_ids(self.model.model, self.tokenizer)
-        self.stats = EngineStats()
+        sources = (self.tokenizer, self.model.model.config, getattr(self.model.model, "generation_config", None))
+        eos = () if ignore_eos else eos_token_ids(*sources)
+        self.stats = HfStats()
         self._batch = Batch(self.model, StopRule(self.tokenizer, eos), self.stats)
-        self._weights = _Weights(-1, False, "no weights were published yet") if await_weights else _Weights(0)
+        self.weights = AWAITING if await_weights else HeldWeights(0)
         self._sessions: set[Session] = set()
         self._pending: list[Request] = []
         self._driver: asyncio.Task[None] | None = None
@@ -134,11 +117,6 @@ class HfEngine:
         self._orders = itertools.count(2**40)  # calls without a session come after all sessions
 
     # -- generation ---------------------------------------------------------------------------------------------
-
-    @property
-    def policy_version(self) -> int:
-        """Version of the weights that the next completion is stamped with; -1 before the first publish."""
-        return self._weights.version
 
     def session(self, order: int, on_token: OnToken | None = None) -> Session:
         """Open an episode's session. ``order`` places it in deterministic batches: unique among the open ones.
@@ -155,17 +133,10 @@ class HfEngine:
             return await session.generate(token_ids, sampling)
 
     async def _submit(self, session: Session, token_ids: Sequence[int], sampling: Sampling) -> Completion:
-        if not self._weights.usable:
-            raise EngineError(f"the rollout engine cannot generate: {self._weights.reason}")
-        room = self.max_model_len - len(token_ids)
-        if not token_ids or sampling.max_new_tokens < 1 or room < 1:
-            raise EngineError(
-                f"cannot generate {sampling.max_new_tokens} tokens after {len(token_ids)} tokens of context: "
-                f"both must be positive and the model's limit is {self.max_model_len}"
-            )
-        limit = min(sampling.max_new_tokens, room)
+        self.weights.check()
+        limit = new_token_limit(token_ids, sampling, self.max_model_len)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._pending.append(Request(session, list(token_ids), sampling, limit, self._weights.version, future))
+        self._pending.append(Request(session, list(token_ids), sampling, limit, self.weights.version, future))
         self._wake()
         return await future
 
@@ -240,21 +211,14 @@ class HfEngine:
 
     # -- weights ------------------------------------------------------------------------------------------------
 
-    def weight_spec(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Return shape and dtype name of every weight the engine expects, tied weights once."""
-        named = self.model.model.named_parameters()
-        return {name: (tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in named}
-
-    def tied_names(self) -> dict[str, str]:
-        """Return alias -> name in ``weight_spec`` for weights that share storage, such as a tied head."""
-        model = self.model.model
-        by_identity = {id(p): name for name, p in model.named_parameters()}
-        every = model.named_parameters(remove_duplicate=False)
-        return {name: by_identity[id(p)] for name, p in every if by_identity[id(p)] != name}
+    async def take_over(self, manifest: WeightManifest) -> None:
+        """Replace the weights by a publish. Raises EngineError: before the first write when it does not fit."""
+        tensors = receive(manifest, weight_spec(self.model.model), tied_names(self.model.model))
+        self.load_weights(tensors, manifest.version, manifest.digest)
 
     @torch.no_grad()
-    def load_weights(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Overwrite the weights with (name, tensor) pairs that cover ``weight_spec`` exactly.
+    def load_weights(self, tensors: Iterator[tuple[str, Tensor]], version: int, digest: int | None = None) -> None:
+        """Overwrite the weights with (name, tensor) pairs that cover the model's parameters exactly.
 
         The iterator checks names, shapes and dtypes before it yields for the first time (see ``WeightChannel``). When
         it fails later, the engine is unusable until a full load succeeds. Raises EngineError.
@@ -271,11 +235,10 @@ class HfEngine:
                 raise EngineError(f"{written} of {len(parameters)} weights were written")
         except Exception as error:
             if written:
-                reason = f"publishing weights version {version} failed after {written} weights were written: {error}"
-                self._weights = _Weights(self._weights.version, False, reason)
+                self.weights = self.weights.spoiled(version, written, error)
             raise
         self.reset_cache()
-        self._weights = _Weights(version)
+        self.weights = HeldWeights(version, digest=digest)
 
     def reset_cache(self) -> None:
         """Forget kept keys and values (they belong to the old weights)."""
@@ -285,16 +248,13 @@ class HfEngine:
         """Return running totals since the engine was built."""
         return self.stats.as_dict()
 
+    async def sleep(self) -> None:
+        """Free what the next publish makes worthless."""
+        self.reset_cache()
+
+    async def check_alive(self) -> None:
+        """The engine lives in this process: it is."""
+
     def close(self) -> None:
         """Stop the model thread."""
         self._thread.shutdown(wait=True)
-
-
-def _eos_ids(model: Any, tokenizer: Any) -> set[int]:
-    """Collect the end-of-sequence ids of tokenizer, config and generation config (chat models have several)."""
-    found: set[int] = set()
-    sources = [tokenizer, model.config, getattr(model, "generation_config", None)]
-    for source in sources:
-        value = getattr(source, "eos_token_id", None)
-        found.update([value] if isinstance(value, int) else value or [])
-    return found

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from verl.errors import HealthError
+from verl.errors import EngineDeadError, EngineError, HealthError, ResourceError
 from verl.types import Prompt, StopReason, Trajectory, WorkerGroup
+from verl.workers.rollout.figures import engine_figures, episode_figures, kept_tokens
 from verl.workers.rollout.work import RolloutWork, WorkerReport
+from verl.workers.weight_sync import WeightManifest
 
 logger = logging.getLogger(__name__)
 
@@ -23,16 +26,39 @@ class DealingGroup(WorkerGroup, Protocol):
 
 
 class Rollouts:
-    """Runs the episodes of a step, or of an evaluation, on a group of rollout workers."""
+    """Runs the episodes of a step, or of an evaluation, on a group of rollout workers.
+
+    A worker whose process or engine dies is left out from then on, and the episodes it had are run by the others; they
+    have the same seeds there. The last one's death ends the run.
+    """
 
     def __init__(self, group: DealingGroup, config: Any) -> None:
         self._group = group
         self._rollout = config.actor_rollout_ref.rollout
+        self._live = list(range(group.size))
+        self._lost = 0
+        self._setup: Any = None
+        self._published: WeightManifest | None = None
         self._figures: dict[str, float] = {}
+
+    def begin_setup(self) -> None:
+        """Start loading engines and tasks in all workers; ``setup`` waits for it."""
+        self._setup = self._group.submit("setup")
 
     def setup(self) -> None:
         """Load engines and tasks in all workers; raises what stops them."""
-        self._group.wait(self._group.submit("setup"))
+        if self._setup is None:
+            self.begin_setup()
+        self._group.wait(self._setup)
+
+    def publish(self, manifest: WeightManifest) -> None:
+        """Bring published weights to every engine. Raises EngineError when they do not fit or break off."""
+        self._published = manifest
+        self._ask("load_weights", manifest)
+
+    def sleep(self) -> None:
+        """Let the engines leave their devices to training until the next ``publish``."""
+        self._ask("sleep")
 
     def generate(
         self,
@@ -48,16 +74,23 @@ class Rollouts:
         """Run ``n`` episodes for each prompt and return them in (prompt, sample) order: [P * n].
 
         Raises HealthError when more than ``rollout.max_failure_rate`` of them failed, naming the most common cause;
-        ResourceError when a worker died.
+        EngineError when no worker is left, or when one holds other weights than were published last.
         """
         work = [
             RolloutWork(prompt, step, sample, temperature, top_p, top_k, mode)
             for prompt in prompts
             for sample in range(n)
         ]
+        self._check_weights()
+        lost, started = self._lost, time.perf_counter()
         trajectories = self._deal(work)
-        reports: list[WorkerReport] = self._group.wait(self._group.submit("stats"))
-        self._figures = _figures(reports)
+        figures = episode_figures(trajectories, time.perf_counter() - started)
+        reports: list[WorkerReport] = list(self._ask("stats").values())
+        self._figures = figures | engine_figures(reports) | {"rollout/lost_workers": float(self._lost)}
+        # What a dead worker had generated is not known, and fixed pipelines write turns of their own.
+        if lost == self._lost and mode == "policy":
+            made = self._figures["rollout/generated_tokens"]
+            self._figures["rollout/discarded_tokens"] = made - kept_tokens(trajectories)
         self._check_health(trajectories, reports)
         self._check_rewards(trajectories)
         return trajectories
@@ -79,17 +112,54 @@ class Rollouts:
         chunks = [work[start : start + size] for start in range(0, len(work), size)]
         results: dict[int, list[Trajectory]] = {}
         running: list[tuple[Any, int, int]] = []  # handle, rank, chunk
-        free = list(range(self._group.size))
-        upcoming = iter(range(len(chunks)))
+        free, upcoming = list(self._live), deque(range(len(chunks)))
         while len(results) < len(chunks):
-            while free and (chunk := next(upcoming, None)) is not None:
-                rank = free.pop(0)
+            while free and upcoming:
+                rank, chunk = free.pop(0), upcoming.popleft()
                 running.append((self._group.submit_one(rank, "run", chunks[chunk]), rank, chunk))
             done = self._group.wait_any([handle for handle, _, _ in running])
             handle, rank, chunk = running.pop(done)
-            (results[chunk],) = self._group.wait(handle)
-            free.append(rank)
+            try:
+                (results[chunk],) = self._group.wait(handle)
+            except (EngineDeadError, ResourceError) as error:
+                self._lose(rank, error)
+                upcoming.appendleft(chunk)
+            else:
+                free.append(rank)
         return [trajectory for chunk in range(len(chunks)) for trajectory in results[chunk]]
+
+    def _ask(self, method: str, *args: Any) -> dict[int, Any]:
+        """Call a method on every live worker and return the answers by rank; a worker that is dead is left out."""
+        handles = {rank: self._group.submit_one(rank, method, *args) for rank in self._live}
+        answers: dict[int, Any] = {}
+        for rank, handle in handles.items():
+            try:
+                (answers[rank],) = self._group.wait(handle)
+            except (EngineDeadError, ResourceError) as error:
+                self._lose(rank, error)
+        return answers
+
+    def _lose(self, rank: int, error: Exception) -> None:
+        """Go on without a worker; raises EngineError when it was the last."""
+        self._live.remove(rank)
+        self._lost += 1
+        if not self._live:
+            raise EngineError(f"no rollout worker is left; the last one, {rank}: {error}") from error
+        logger.warning(
+            "rollout worker %d is lost, its episodes are run by the others (%d left): %s", rank, len(self._live), error
+        )
+
+    def _check_weights(self) -> None:
+        """Raise EngineError when an engine missed the last publish."""
+        if self._published is None:
+            return
+        version, digest = self._published.version, self._published.digest
+        for rank, held in self._ask("weights").items():
+            if held.version != version or held.digest != digest:
+                raise EngineError(
+                    f"rollout worker {rank} holds weights version {held.version} (checksum {held.digest}), published "
+                    f"was version {version} (checksum {digest}); start again, the run goes on from its last checkpoint"
+                )
 
     def _check_health(self, trajectories: Sequence[Trajectory], reports: Sequence[WorkerReport]) -> None:
         failed = Counter(trajectory.stop for trajectory in trajectories if trajectory.stop.failed)
@@ -127,24 +197,3 @@ def _most_common_cause(failed: Counter[StopReason], reports: Sequence[WorkerRepo
     reason = failed.most_common(1)[0][0]
     causes = sum((report.causes[reason] for report in reports if reason in report.causes), Counter[str]())
     return reason, causes.most_common(1)[0][0] if causes else "no cause given"
-
-
-def _figures(reports: Sequence[WorkerReport]) -> dict[str, float]:
-    """Add up the workers' totals and derive the ratios that are worth reading."""
-    totals: Counter[str] = Counter()
-    services: Counter[str] = Counter()
-    for report in reports:
-        totals.update(report.figures)
-        services.update(report.service)
-    steps, tokens = max(1.0, totals["decode_steps"]), max(1.0, totals["generated_tokens"])
-    context = max(1.0, totals["prefilled_tokens"] + totals["reused_tokens"])
-    return {
-        "rollout/generated_tokens": float(totals["generated_tokens"]),
-        "rollout/prefilled_tokens": float(totals["prefilled_tokens"]),
-        "rollout/reused_context": totals["reused_tokens"] / context,
-        "rollout/batch_rows": totals["decode_rows"] / steps,
-        "rollout/decode_s": float(totals["decode_s"]),
-        "rollout/prefill_s": float(totals["prefill_s"]),
-        "rollout/cut_mass": totals["cut_mass"] / tokens,
-        **{f"service/{name}": float(value) for name, value in services.items()},
-    }

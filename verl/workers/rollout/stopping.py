@@ -1,10 +1,11 @@
-"""When a generation ends: end-of-sequence ids, stop strings in the decoded text."""
+"""When a generation ends: end-of-sequence ids, stop strings in the decoded text, the limit of tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
+from verl.errors import EngineError
 from verl.types import Sampling
 
 
@@ -49,3 +50,23 @@ class StopRule:
             piece = self._pieces[token] = self.decode([token])
         # A character outside ASCII can be spread over several byte tokens, none of which shows it alone.
         return any(stop[-1] in piece or not stop[-1].isascii() for stop in stops)
+
+
+def eos_token_ids(*sources: Any) -> set[int]:
+    """Collect the end-of-sequence ids of tokenizer, config and generation config (chat models have several)."""
+    found: set[int] = set()
+    for source in sources:
+        value = getattr(source, "eos_token_id", None)
+        found.update([value] if isinstance(value, int) else value or [])
+    return found
+
+
+def new_token_limit(context: Sequence[int], sampling: Sampling, max_model_len: int) -> int:
+    """Return how many tokens may follow ``context``; raises EngineError when not even one may."""
+    room = max_model_len - len(context)
+    if not context or sampling.max_new_tokens < 1 or room < 1:
+        raise EngineError(
+            f"cannot generate {sampling.max_new_tokens} tokens after {len(context)} tokens of context: "
+            f"both must be positive and the model's limit is {max_model_len}"
+        )
+    return min(sampling.max_new_tokens, room)

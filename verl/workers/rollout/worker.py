@@ -24,8 +24,10 @@ from verl.types import (
 )
 from verl.workers.device import Device, setup_device
 from verl.workers.rollout.engines import ENGINES, Engine, EpisodeSession
+from verl.workers.rollout.load import Load
+from verl.workers.rollout.state import HeldWeights
 from verl.workers.rollout.work import RolloutWork, WorkerReport, failed_trajectory
-from verl.workers.weight_sync import WeightManifest, receive
+from verl.workers.weight_sync import WeightManifest
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,7 @@ class RolloutWorker:
         self._runner = asyncio.Runner()
         self._causes: dict[StopReason, Counter[str]] = {}
         self._engine_growth, self._service_growth = _Growth(), _Growth()
+        self._load = Load()
         self._engine: Engine
         self._task: Task
 
@@ -57,27 +60,37 @@ class RolloutWorker:
         self._task = task.from_config(self._config, self._engine.tokenizer)
         self._runner.run(self._task.start())
 
-    def load_weights(self, manifest: WeightManifest) -> int:
-        """Take over published weights; return the version. Raises EngineError when they do not fit."""
-        tensors = receive(manifest, self._engine.weight_spec(), self._engine.tied_names())
-        self._engine.load_weights(tensors, manifest.version)
-        return self._engine.policy_version
+    def load_weights(self, manifest: WeightManifest) -> None:
+        """Take over published weights. Raises EngineError when they do not fit or break off."""
+        self._runner.run(self._engine.take_over(manifest))
+
+    def weights(self) -> HeldWeights:
+        """Return which weights the engine holds."""
+        return self._engine.weights
+
+    def sleep(self) -> None:
+        """Leave the device to training until the next ``load_weights``, where engine and device support it."""
+        self._runner.run(self._engine.sleep())
 
     def run(self, work: Sequence[RolloutWork]) -> list[Trajectory]:
         """Run the episodes and return their trajectories in the order of ``work``.
 
         At most ``rollout.max_num_seqs`` run at a time. Failures that an episode can meet become its stop reason;
-        anything else is a fault of the program and is raised.
+        anything else is a fault of the program and is raised. EngineDeadError: another worker has to run the episodes.
         """
         if self._rollout.deterministic:
             # What is kept from other chunks would change which tokens are computed together.
             self._engine.reset_cache()
-        return self._runner.run(self._run(work))
+        with self._load.running():
+            trajectories = self._runner.run(self._run(work))
+        if any(trajectory.stop is StopReason.ENGINE_FAILED for trajectory in trajectories):
+            self._runner.run(self._engine.check_alive())
+        return trajectories
 
     def stats(self) -> WorkerReport:
         """Return failures and the figures of engine and task since the last call."""
         causes, self._causes = self._causes, {}
-        figures = self._engine_growth.since_last(self._engine.totals())
+        figures = self._engine_growth.since_last({**self._engine.totals(), **self._load.totals()})
         return WorkerReport(causes, figures, self._service_growth.since_last(self._task.totals()))
 
     def close(self) -> None:
@@ -124,7 +137,7 @@ class RolloutWorker:
 
     async def _episode(self, work: RolloutWork, session: EpisodeSession) -> Trajectory:
         """Run one episode; whatever happens its session is closed, since others may wait for it."""
-        generate = _Listening(session)
+        generate = _Listening(session, self._load)
         deadline = None if self._rollout.deterministic else self._rollout.episode_timeout_s
         context = EpisodeContext(
             sample_index=work.sample_index,
@@ -172,15 +185,17 @@ class _Growth:
 
 
 class _Listening:
-    """Passes generations on and remembers why one failed: the episode turns the error into a stop reason."""
+    """Passes generations on, counts them, and remembers why one failed: the episode makes a stop reason of it."""
 
-    def __init__(self, session: EpisodeSession) -> None:
+    def __init__(self, session: EpisodeSession, load: Load) -> None:
         self._session = session
+        self._load = load
         self.error: str | None = None
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Completion:
         try:
-            return await self._session.generate(token_ids, sampling)
+            with self._load.generating():
+                return await self._session.generate(token_ids, sampling)
         except EngineError as error:
             self.error = str(error)
             raise
