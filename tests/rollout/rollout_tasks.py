@@ -8,6 +8,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from search_r1.task import SearchTask
 from search_r1.testing import DictionarySearch
 from verl.errors import RetrievalError
@@ -82,9 +84,20 @@ class TwoTurns:
             raise KeyError("a fault of the program")
         if what == "die":
             os.kill(os.getpid(), signal.SIGKILL)
-        if what is not None and what.startswith("die unless ") and not os.path.exists(what.removeprefix("die unless ")):
-            Path(what.removeprefix("die unless ")).touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        once, _, flag = (what or "").partition(" unless ")
+        if flag and not os.path.exists(flag):
+            Path(flag).touch()
+            victims = [os.getpid()] if once == "die" else _engine_processes()
+            for victim in victims:
+                os.kill(victim, signal.SIGKILL)
+
+
+def _engine_processes() -> list[int]:
+    """Return the ids of the engine processes that this one has started."""
+    children = psutil.Process().children(recursive=True)
+    found = [child.pid for child in children if "EngineCore" in " ".join((child.name(), *child.cmdline()))]
+    assert found, [child.cmdline() for child in children]
+    return found
 
 
 class OfflineSearchTask(SearchTask):

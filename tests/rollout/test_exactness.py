@@ -9,6 +9,7 @@ import pytest
 import torch
 from rollout_models import make_folder
 from rollout_tasks import OfflineSearchTask
+from vllm_models import SHAPE, from_vllm_itself, needs_vllm
 
 from search_r1.config import search_config
 from search_r1.datasets.rows import Row
@@ -41,10 +42,13 @@ def run_config(folder: Path, **rollout: Any) -> RunConfig:
     return config.model_copy(update={"task_config": task})
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_a_hundred_episodes_train_exactly_what_was_sampled(tmp_path: Path, temperature: float) -> None:
-    folder = make_folder(tmp_path / "model", seed=3, extra=TURNS)
-    config = run_config(folder, temperature=temperature)
+@pytest.mark.parametrize(
+    ("engine", "temperature"),
+    [("hf", 1.0), ("hf", 0.6), pytest.param("vllm", 0.6, marks=[needs_vllm, from_vllm_itself])],
+)
+def test_a_hundred_episodes_train_exactly_what_was_sampled(tmp_path: Path, engine: str, temperature: float) -> None:
+    folder = make_folder(tmp_path / "model", seed=3, extra=TURNS, **SHAPE)
+    config = run_config(folder, name=engine, temperature=temperature)
     cluster = LocalCluster()
     policy = cluster.spawn("policy", PolicyWorker, 1, config, 1)
     rollout = cluster.spawn("rollout", RolloutWorker, 1, config)

