@@ -15,6 +15,12 @@ VOLATILE = (
     "memory/",
     "rollout/decode_s",
     "rollout/prefill_s",
+    "rollout/episodes_per_s",
+    "rollout/model_tokens_per_s",
+    "rollout/engine_busy",
+    "rollout/in_flight",
+    "rollout/search_wait_s",
+    "rollout/episode_s/",
     "episode/search_seconds",
 )
 
