@@ -22,7 +22,7 @@ from search_r1.datasets.rows import Row
 from search_r1.datasets.source import Source, SplitFile, matching
 
 NAME = "inscit"
-_FILES = r"(?!multi_?ref).*(train|dev|test).*\.json"
+_FILES = r"(train|dev|test).*\.json"
 
 
 def _rows(file: SplitFile) -> Iterator[Draft]:

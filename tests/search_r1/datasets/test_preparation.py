@@ -240,3 +240,40 @@ def test_show_prompt(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert "--row 7: there are rows 0 to 1" in capsys.readouterr().err
     assert show_main([*command, "--qid", "x"]) == 2
     assert "no row with the qid 'x'; the first is 'qrecc:train:1_1'" in capsys.readouterr().err
+
+
+def test_published_files_both_ways(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    def content(history: str) -> str:
+        return f"Explain.\n<context>\n{history}</context>\nUser query:\nWhen?\n"
+
+    published: list[dict[str, Any]] = [
+        {
+            "data_source": "topiocqa",
+            "prompt": [{"role": "user", "content": content(history)}],
+            "question": "When?",
+            "golden_answers": ["1801", "in 1801"],
+            "ability": "fact-reasoning",
+            "reward_model": {"style": "rule", "ground_truth": {"target": ["1801"], "rewrite": "When?", "doc": "Text."}},
+            "extra_info": {"split": "train", "index": index},
+        }
+        for index, history in enumerate(["User: Who?\nAssistant: Ada.\n", "They met.\n"])
+    ]
+    (tmp_path / "in").mkdir()
+    pq.write_table(pa.Table.from_pylist(published), tmp_path / "in" / "train.parquet")
+    prepare(Preparation("published", tmp_path / "in", tmp_path / "out", template="row"))
+    written = pq.read_table(tmp_path / "out" / "train.parquet").to_pylist()
+    for before, after in zip(published, written, strict=True):
+        assert {name: after[name] for name in before if name != "extra_info"} == {
+            name: value for name, value in before.items() if name != "extra_info"
+        }
+        assert after["extra_info"] == {**before["extra_info"], "notes": None}
+    assert [record["history"] for record in written] == [["Who?", "Ada."], None]
+    assert [record["qid"] for record in written] == ["topiocqa:train:0", "topiocqa:train:1"]
+    prepare(Preparation("published", tmp_path / "in", tmp_path / "again", template="compact"))
+    fresh, kept = load_rows([tmp_path / "again" / "train.parquet"])
+    assert fresh.messages is not None and kept.messages is not None
+    assert fresh.messages[0]["content"] == "<context>\nUser: Who?\nAssistant: Ada.\n</context>\nUser: When?"
+    assert kept.messages[0]["content"] == content("They met.\n")
