@@ -21,8 +21,8 @@ from search_r1.tags import ANSWER, SEARCH, TAG_PATTERN
 from verl.registry import Registry
 from verl.types import Generate, Origin, SearchCall, Segment, StopReason
 
-FORCED_TURN = "<think> I search as asked. </think><search> {query} </search>"
-REWRITE_TURN = "<think> I search with the question, rewritten so that it can be understood alone. </think><search>"
+REWRITE_TURN = "<think> I search as asked. </think><search>"
+FORCED_TURN = REWRITE_TURN + " {query} </search>"
 _EMPTY_BLOCK = "\n\n<information></information>\n\n"
 READ_TURN = "<think> The passages answer this. </think><answer>"
 
