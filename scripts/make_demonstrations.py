@@ -17,6 +17,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from prepare_data import add_prompt_arguments
 
 from retrieval_server.backends import load
 from retrieval_server.errors import RetrievalServerError
@@ -41,7 +44,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--corpus-path", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--topk", type=int, default=3)
-    parser.add_argument("--template", default="chatr1")
+    add_prompt_arguments(parser)
     parser.add_argument("--max-start-length", type=int, default=1024)
     parser.add_argument("--max-obs-length", type=int, default=384)
     parser.add_argument("--limit", type=int, help="use a fixed random subset of this many rows")
@@ -70,7 +73,7 @@ def run(args: argparse.Namespace) -> None:
     rows = load_rows(args.conversations, limit=args.limit)
     writer = DemonstrationWriter(
         codec,
-        PromptBuilder(codec, args.template, "all", args.max_start_length),
+        PromptBuilder(codec, args.template, args.history, args.max_start_length, not args.questions_only),
         open_search(args),
         args.max_obs_length,
         require_gold=not args.keep_unanswerable,

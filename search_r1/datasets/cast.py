@@ -24,7 +24,8 @@ from pathlib import Path
 
 from search_r1.datasets.draft import Draft, Dropped, Reason, attempt, references
 from search_r1.datasets.fields import Fields
-from search_r1.datasets.passages import Passage, unique
+from search_r1.datasets.passages import Found, Passage, Placed
+from search_r1.datasets.passages import attempt as attempt_passages
 from search_r1.datasets.raw import read_qrels, read_records, read_table
 from search_r1.datasets.rows import Row
 from search_r1.datasets.source import Source, SplitFile, matching
@@ -34,11 +35,12 @@ _GRADE = 2
 
 
 def _beside_2019(file: SplitFile) -> tuple[Mapping[str, str], Mapping[str, tuple[str, ...]]]:
-    rewrites = {
-        row.text("id"): row.text("rewrite")
-        for path in file.beside(r".*annotated_resolved.*\.tsv")
-        for row in read_table(path, ("id", "rewrite"))
-    }
+    rewrites: dict[str, str] = {}
+    for path in file.beside(r".*annotated_resolved.*\.tsv"):
+        for row in read_table(path, ("id", "rewrite")):
+            if isinstance(row, DataError):
+                raise row
+            rewrites[row.text("id")] = row.text("rewrite")
     qrels: dict[str, tuple[str, ...]] = {}
     for path in file.beside(r"2019.*qrels?.*\.txt"):
         qrels |= read_qrels(path, _GRADE)
@@ -92,17 +94,16 @@ def _canonical(turn: Fields) -> tuple[str, ...] | None:
     return None if document is None else (f"{document}-{turn.integer('passage_id')}",)
 
 
-def _passages_2021(folder: Path) -> Iterator[Passage]:
-    return unique(_canonical_passages(folder))
+def _passages_2021(folder: Path) -> Iterator[Found]:
+    topics = (topic for path in matching(folder, _FILES[2021]) for topic in read_records(path))
+    return attempt_passages(topics, _canonical_passages)
 
 
-def _canonical_passages(folder: Path) -> Iterator[tuple[str, Passage]]:
-    for path in matching(folder, _FILES[2021]):
-        for topic in read_records(path):
-            for turn in [] if isinstance(topic, DataError) else topic.objects("turn"):
-                ids, text = _canonical(turn), turn.text_or_none("passage")
-                if ids is not None and text is not None:
-                    yield turn.place, Passage(ids[0], "", text)
+def _canonical_passages(topic: Fields) -> Iterator[Placed]:
+    for turn in topic.objects("turn"):
+        ids, text = _canonical(turn), turn.text_or_none("passage")
+        if ids is not None and text is not None:
+            yield turn.place, Passage(ids[0], "", text)
 
 
 def _rows_2022(file: SplitFile) -> Iterator[Draft]:

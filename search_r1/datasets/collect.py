@@ -6,12 +6,12 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
 from search_r1.datasets.draft import Dropped, Reason
-from search_r1.datasets.passages import Passage, corpus_lines
+from search_r1.datasets.passages import Found, corpus_lines
 from search_r1.datasets.raw import read_records
 from search_r1.datasets.rows import Row
 from search_r1.datasets.source import Source
@@ -109,13 +109,20 @@ class Corpus:
     sha256: str
     found: Mapping[str, str]
     """Gold passage id -> its text, of those that are in the corpus."""
+    malformed: int
+    """Records that break the format and are no passages."""
+    details: tuple[str, ...]
+    """The first few of them."""
 
 
-def join_corpus(splits: Iterable[Split], passages: Iterable[Passage], path: Path) -> Corpus | None:
-    """Write the passages and give rows the text of their first gold passage; None when there is no passage."""
+def join_corpus(splits: Iterable[Split], passages: Iterable[Found], path: Path, strict: bool) -> Corpus | None:
+    """Write the passages and give rows the text of their first gold passage; None when there is no passage.
+
+    Raises DataError for the first malformed passage if ``strict``; otherwise they are counted.
+    """
     unfinished = path.with_name(f".{path.name}.partial")
     with unfinished.open("wb") as sink:
-        corpus = _joined(list(splits), passages, path, sink)
+        corpus = _joined(list(splits), passages, path, sink, strict)
     if not corpus.passages:
         unfinished.unlink()
         return None
@@ -123,21 +130,26 @@ def join_corpus(splits: Iterable[Split], passages: Iterable[Passage], path: Path
     return corpus
 
 
-def join_existing(splits: Iterable[Split], path: Path) -> Corpus:
+def join_existing(splits: Iterable[Split], path: Path, strict: bool) -> Corpus:
     """Do the same with a corpus file that exists; nothing is written."""
     digest = hashlib.sha256()
     with path.open("rb") as data:
         while block := data.read(1 << 20):
             digest.update(block)
-    joined = _joined(list(splits), corpus_lines(path), path, None)
-    return Corpus(path, joined.passages, digest.hexdigest(), joined.found)
+    return replace(_joined(list(splits), corpus_lines(path), path, None, strict), sha256=digest.hexdigest())
 
 
-def _joined(splits: list[Split], passages: Iterable[Passage], path: Path, sink: IO[bytes] | None) -> Corpus:
+def _joined(splits: list[Split], passages: Iterable[Found], path: Path, sink: IO[bytes] | None, strict: bool) -> Corpus:
     wanted = {name for split in splits for row in split.rows for name in row.gold_passage_ids or ()}
     found: dict[str, str] = {}
-    digest, count = hashlib.sha256(), 0
+    digest, count, malformed, details = hashlib.sha256(), 0, 0, list[str]()
     for passage in passages:
+        if isinstance(passage, Dropped):
+            if strict:
+                raise DataError(f"{passage.detail} (without --strict it is counted)")
+            malformed += 1
+            details += [passage.detail] if len(details) < _SHOWN else []
+            continue
         count += 1
         if passage.id in wanted:
             found[passage.id] = passage.text
@@ -149,4 +161,4 @@ def _joined(splits: list[Split], passages: Iterable[Passage], path: Path, sink: 
         for index, row in enumerate(split.rows):
             text = next((found[name] for name in row.gold_passage_ids or () if name in found), None)
             split.rows[index] = row.with_supervision(gold_text=text)
-    return Corpus(path, count, digest.hexdigest(), found)
+    return Corpus(path, count, digest.hexdigest(), found, malformed, tuple(details))

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from search_r1.datasets.draft import Draft, attempt, references
 from search_r1.datasets.fields import Fields
-from search_r1.datasets.passages import Passage, stable_id, unique
+from search_r1.datasets.passages import Found, Passage, stable_id
+from search_r1.datasets.passages import attempt as attempt_passages
 from search_r1.datasets.raw import read_object
 from search_r1.datasets.rows import Row
 from search_r1.datasets.source import Source, SplitFile, matching
@@ -63,9 +64,9 @@ def _id(story: Fields) -> str:
     return f"{NAME}:{stable_id(story.text('id'))}"
 
 
-def _passages(folder: Path) -> Iterator[Passage]:
+def _passages(folder: Path) -> Iterator[Found]:
     stories = (s for path in matching(folder, _FILES) for s in read_object(path).objects("data"))
-    return unique((story.place, Passage(_id(story), "", story.text("story"))) for story in stories)
+    return attempt_passages(stories, lambda story: [(story.place, Passage(_id(story), "", story.text("story")))])
 
 
 SOURCE = Source(NAME, _FILES, _rows, ("gold_passage_ids", "gold_text", "answerable", "kind"), passages=_passages)

@@ -15,11 +15,11 @@ from pathlib import Path
 
 from search_r1.datasets.draft import Draft, alternating, attempt, references
 from search_r1.datasets.fields import Fields
-from search_r1.datasets.passages import Passage, text_id, unique
+from search_r1.datasets.passages import Found, Passage, Placed, text_id
+from search_r1.datasets.passages import attempt as attempt_passages
 from search_r1.datasets.raw import read_records
 from search_r1.datasets.rows import Row
 from search_r1.datasets.source import Source, SplitFile, matching
-from verl.errors import DataError
 
 NAME = "faithdial"
 _FILES = r".*(train|valid|dev|test|example).*\.json"
@@ -59,16 +59,15 @@ def _reply(file: SplitFile, dialogue: int, number: int, reply: Fields) -> Iterat
     )
 
 
-def _passages(folder: Path) -> Iterator[Passage]:
-    return unique(_knowledge(folder))
+def _passages(folder: Path) -> Iterator[Found]:
+    records = (record for path in matching(folder, _FILES) for record in read_records(path))
+    return attempt_passages(records, _knowledge)
 
 
-def _knowledge(folder: Path) -> Iterator[tuple[str, Passage]]:
-    for path in matching(folder, _FILES):
-        for record in read_records(path):
-            for reply in [] if isinstance(record, DataError) else record.objects("utterances"):
-                if (text := reply.text_or_none("knowledge")) is not None:
-                    yield reply.place, Passage(text_id(NAME, text), "", text)
+def _knowledge(record: Fields) -> Iterator[Placed]:
+    for reply in record.objects("utterances"):
+        if (text := reply.text_or_none("knowledge")) is not None:
+            yield reply.place, Passage(text_id(NAME, text), "", text)
 
 
 SOURCE = Source(NAME, _FILES, _rows, ("gold_passage_ids", "gold_text", "dialogue_act"), passages=_passages)

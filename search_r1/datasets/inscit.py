@@ -16,7 +16,8 @@ from pathlib import Path
 
 from search_r1.datasets.draft import Draft, attempt, references
 from search_r1.datasets.fields import Fields
-from search_r1.datasets.passages import Passage, stable_id, unique, wiki_table
+from search_r1.datasets.passages import Found, Passage, Placed, stable_id, wiki_table
+from search_r1.datasets.passages import attempt as attempt_passages
 from search_r1.datasets.raw import read_object
 from search_r1.datasets.rows import Row
 from search_r1.datasets.source import Source, SplitFile, matching
@@ -66,21 +67,20 @@ def _id(item: Fields) -> str:
     return stable_id(item.text("passage_id"))
 
 
-def _passages(folder: Path) -> Iterator[Passage]:
+def _passages(folder: Path) -> Iterator[Found]:
     tables = matching(folder, r".*\.tsv")
     for table in tables:
         yield from wiki_table(table)
     if not tables:
-        yield from unique(_evidence(folder))
+        conversations = (c for path in matching(folder, _FILES) for _, c in read_object(path).entries())
+        yield from attempt_passages(conversations, _evidence)
 
 
-def _evidence(folder: Path) -> Iterator[tuple[str, Passage]]:
-    for path in matching(folder, _FILES):
-        for _, conversation in read_object(path).entries():
-            for turn in conversation.objects("turns"):
-                for item in (item for label in turn.objects("labels") for item in label.objects("evidence")):
-                    titles = item.texts_or_none("passage_titles") or ()
-                    yield item.place, Passage(_id(item), " > ".join(titles), item.text("passage_text"))
+def _evidence(conversation: Fields) -> Iterator[Placed]:
+    for turn in conversation.objects("turns"):
+        for item in (item for label in turn.objects("labels") for item in label.objects("evidence")):
+            titles = item.texts_or_none("passage_titles") or ()
+            yield item.place, Passage(_id(item), " > ".join(titles), item.text("passage_text"))
 
 
 SOURCE = Source(

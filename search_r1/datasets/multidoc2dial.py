@@ -14,6 +14,7 @@ those of the grounded reply before. The kind is the act of the user turn. Not an
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -21,10 +22,12 @@ from urllib.parse import quote
 
 from search_r1.datasets.draft import Draft, Dropped, Reason, alternating, attempt, references
 from search_r1.datasets.fields import Fields
-from search_r1.datasets.passages import Passage, unique
+from search_r1.datasets.passages import Found, Passage
+from search_r1.datasets.passages import attempt as attempt_passages
 from search_r1.datasets.raw import read_object, read_records
 from search_r1.datasets.rows import Row
 from search_r1.datasets.source import Source, SplitFile, matching
+from verl.errors import DataError
 
 NAME, FIRST_NAME = "md2d", "doc2dial"
 _FILES, _FIRST_FILES = r"multidoc2dial_dial_.*\.json|mdd_.*_pub\.json", r"doc2dial_dial_.*\.json"
@@ -35,23 +38,31 @@ Sections = Mapping[tuple[str, str], Passage]
 """(document, span) -> the section it lies in."""
 
 
-def _documents(folder: Path) -> Iterator[tuple[str, Fields]]:
+def _documents(folder: Path) -> Iterator[Fields]:
     for path in matching(folder, _DOCUMENTS):
         table = read_object(path).object_or_none("doc_data")
         for _, domain in [] if table is None else table.entries():
-            yield from domain.entries()
+            yield from (document for _, document in domain.entries())
 
 
-def _spans(folder: Path) -> Iterator[tuple[str, str, str, Passage]]:
+def _sections(document: Fields) -> Iterator[tuple[str, str, str, Passage]]:
     """Yield (document, span, place, section) of every span."""
-    for name, document in _documents(folder):
-        title, spans = document.text("title"), document.object_or_none("spans")
-        for span_id, span in [] if spans is None else spans.entries():
-            # Document names hold spaces and signs; quoting is exact, unlike leaving things out.
-            section = f"{quote(name, safe='')}:{span.text('id_sec')}"
-            heading = span.text_or_none("title")
-            titles = dict.fromkeys([title, *_parents(span), *([heading] if heading else [])])
-            yield name, span_id, span.place, Passage(section, " > ".join(titles), span.text("text_sec").strip())
+    name, title, spans = document.text("doc_id"), document.text("title"), document.object_or_none("spans")
+    for span_id, span in [] if spans is None else spans.entries():
+        # Document names hold spaces and signs; quoting is exact, unlike leaving things out.
+        section = f"{quote(name, safe='')}:{span.text('id_sec')}"
+        heading = span.text_or_none("title")
+        titles = dict.fromkeys([title, *_parents(span), *([heading] if heading else [])])
+        yield name, span_id, span.place, Passage(section, " > ".join(titles), span.text("text_sec").strip())
+
+
+def _sections_of_spans(folder: Path) -> Sections:
+    """Return the section of every span; documents that break the format are left out, and named with the passages."""
+    found: dict[tuple[str, str], Passage] = {}
+    for document in _documents(folder):
+        with suppress(DataError):
+            found |= {(name, span): section for name, span, _, section in list(_sections(document))}
+    return found
 
 
 def _parents(span: Fields) -> list[str]:
@@ -64,8 +75,7 @@ def _parents(span: Fields) -> list[str]:
 def _rows(file: SplitFile, source: str) -> Iterator[Draft]:
     if file.path.name.startswith("mdd_"):
         return attempt(read_records(file.path), partial(_without_reply, file, source))
-    sections = {(name, span): section for name, span, _, section in _spans(file.path.parent)}
-    return attempt(_dialogues(file.path), partial(_turns, file, source, sections))
+    return attempt(_dialogues(file.path), partial(_turns, file, source, _sections_of_spans(file.path.parent)))
 
 
 def _dialogues(path: Path) -> Iterator[Fields]:
@@ -138,8 +148,10 @@ def _without_reply(file: SplitFile, source: str, record: Fields) -> Iterator[Dra
     )
 
 
-def _passages(folder: Path) -> Iterator[Passage]:
-    return unique((place, section) for _, _, place, section in _spans(folder))
+def _passages(folder: Path) -> Iterator[Found]:
+    return attempt_passages(
+        _documents(folder), lambda document: ((place, section) for _, _, place, section in _sections(document))
+    )
 
 
 _SUPPLIES = ("gold_passage_ids", "gold_text", "topic_shift", "kind", "answerable", "dialogue_act")

@@ -69,7 +69,7 @@ class Prepared:
             "inputs": {str(p): file_sha256(p) for p in self._inputs()},
             "corpus": None
             if corpus is None
-            else {"path": str(corpus.path), "passages": corpus.passages, "sha256": corpus.sha256},
+            else {name: value for name, value in vars(corpus).items() if name != "found"} | {"path": str(corpus.path)},
             "splits": {name: self._split_figures(split) for name, split in self.splits.items()},
             "shared": [asdict(shared) for shared in self.shared],
             "length_unit": self.unit,
@@ -122,11 +122,11 @@ def prepare(settings: Preparation, length: Length = len, unit: str = "characters
 
 def _join(settings: Preparation, source: Source, splits: Mapping[str, Split]) -> Corpus | None:
     if settings.corpus is not None:
-        return join_existing(splits.values(), settings.corpus)
+        return join_existing(splits.values(), settings.corpus, settings.strict)
     if source.passages is None:
         return None
     folder = settings.input.parent if settings.input.is_file() else settings.input
-    return join_corpus(splits.values(), source.passages(folder), settings.output / "passages.jsonl")
+    return join_corpus(splits.values(), source.passages(folder), settings.output / "passages.jsonl", settings.strict)
 
 
 def _with_prompt(row: Row, settings: Preparation, corpus: Corpus | None) -> Row:

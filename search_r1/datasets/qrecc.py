@@ -15,7 +15,7 @@ from pathlib import Path
 
 from search_r1.datasets.draft import Draft, attempt, references
 from search_r1.datasets.fields import Fields
-from search_r1.datasets.passages import Passage, corpus_lines, stable_id
+from search_r1.datasets.passages import Found, corpus_lines, stable_id
 from search_r1.datasets.raw import read_object, read_records
 from search_r1.datasets.rows import Row
 from search_r1.datasets.source import Source, SplitFile
@@ -65,7 +65,7 @@ def _rows(file: SplitFile) -> Iterator[Draft]:
     return attempt(read_records(file.path), partial(_turn, file, _gold(file)))
 
 
-def _passages(folder: Path) -> Iterator[Passage]:
+def _passages(folder: Path) -> Iterator[Found]:
     for name in _COLLECTIONS:
         for path in sorted((folder / name).rglob("*.jsonl")):
             yield from corpus_lines(path)

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from search_r1.datasets.draft import Draft, attempt, references
 from search_r1.datasets.fields import Fields
-from search_r1.datasets.passages import Passage, corpus_lines, stable_id, unique
+from search_r1.datasets.passages import Found, Passage, Placed, corpus_lines, stable_id
+from search_r1.datasets.passages import attempt as attempt_passages
 from search_r1.datasets.raw import read_object, read_records
 from search_r1.datasets.rows import Row
 from search_r1.datasets.source import Source, SplitFile, matching
@@ -68,20 +69,16 @@ def _context(paragraph: Fields) -> str:
     return paragraph.text("context").removesuffix(_NO_ANSWER).strip()
 
 
-def _sections(folder: Path) -> Iterator[Passage]:
-    return unique(
-        (
-            paragraph.place,
-            Passage(
-                _id(paragraph),
-                " > ".join(filter(None, (article.text_or_none("title"), article.text_or_none("section_title")))),
-                _context(paragraph),
-            ),
-        )
-        for path in matching(folder, _QUAC_FILES)
-        for article in read_object(path).objects("data")
-        for paragraph in article.objects("paragraphs")
-    )
+def _sections(folder: Path) -> Iterator[Found]:
+    articles = (a for path in matching(folder, _QUAC_FILES) for a in read_object(path).objects("data"))
+    return attempt_passages(articles, _sections_of)
+
+
+def _sections_of(article: Fields) -> Iterator[Placed]:
+    titles = (article.text_or_none(name) for name in ("title", "section_title"))
+    title = " > ".join(filter(None, titles))
+    for paragraph in article.objects("paragraphs"):
+        yield paragraph.place, Passage(_id(paragraph), title, _context(paragraph))
 
 
 # -- OR-QuAC --------------------------------------------------------------------------------------------------------
@@ -123,7 +120,7 @@ def _history(record: Fields) -> tuple[str, ...]:
     return tuple(said)
 
 
-def _blocks(folder: Path) -> Iterator[Passage]:
+def _blocks(folder: Path) -> Iterator[Found]:
     for path in matching(folder, r"all_blocks.*\.(txt|jsonl)"):
         yield from corpus_lines(path)
 

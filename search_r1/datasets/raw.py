@@ -110,21 +110,21 @@ def _record(value: Any, place: str) -> Fields | DataError:
     return DataError(f"{place}: must be an object, is a {type(value).__name__}")
 
 
-def read_table(path: Path, columns: tuple[str, ...] = (), delimiter: str = "\t") -> Iterator[Fields]:
-    """Yield the rows of a table as records of strings; ``columns`` names those of a table without a header.
+def read_table(path: Path, columns: tuple[str, ...] = ()) -> Iterator[Fields | DataError]:
+    """Yield the rows of a tab-separated table as records of strings; ``columns`` names those of one without a header.
 
-    Raises DataError for a row with another number of cells.
+    A row with another number of cells is yielded as the error that names its line.
     """
     with path.open(encoding="utf-8-sig", newline="") as lines:
-        reader = csv.reader(lines, delimiter=delimiter)
+        reader = csv.reader(lines, delimiter="\t")
         try:
             names = columns or tuple(next(reader, ()))
             for cells in reader:
-                if len(cells) != len(names):
-                    raise DataError(
-                        f"{path}:{reader.line_num}: has {len(cells)} cells, the table has {len(names)} columns"
-                    )
-                yield Fields(dict(zip(names, cells, strict=True)), f"{path}:{reader.line_num}")
+                place = f"{path}:{reader.line_num}"
+                if len(cells) == len(names):
+                    yield Fields(dict(zip(names, cells, strict=True)), place)
+                else:
+                    yield DataError(f"{place}: has {len(cells)} cells, the table has {len(names)} columns")
         except (csv.Error, UnicodeDecodeError) as error:
             raise DataError(f"{path}:{reader.line_num + 1}: not a table that can be read: {error}") from None
 

@@ -65,6 +65,11 @@ def _passages(figures: Mapping[str, Any]) -> Iterator[str]:
         yield "No passages were found beside the files: gold passages are not checked. Give a corpus with `--corpus`."
         return
     yield f"{corpus['passages']} passages in `{corpus['path']}` (sha256 {corpus['sha256']})."
+    if corpus["malformed"]:
+        yield f"{corpus['malformed']} records with passages break their format:"
+        yield ""
+        yield from (f"- {line}" for line in corpus["details"])
+        yield ""
     for name, split in figures["splits"].items():
         ids, rows = split["gold_ids_not_in_corpus"], split["rows_with_gold_not_in_corpus"]
         yield f"{name}: {ids} gold ids of {rows} rows are not in it."

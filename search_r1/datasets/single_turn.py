@@ -13,7 +13,7 @@ from pathlib import Path
 
 from search_r1.datasets.draft import Draft, attempt, references
 from search_r1.datasets.fields import Fields
-from search_r1.datasets.passages import Passage, corpus_lines
+from search_r1.datasets.passages import Found, corpus_lines
 from search_r1.datasets.raw import read_records
 from search_r1.datasets.rows import Row
 from search_r1.datasets.source import Source, SplitFile, matching
@@ -50,7 +50,7 @@ def _row(file: SplitFile, source: str, record: Fields) -> Iterator[Draft]:
     )
 
 
-def _passages(folder: Path) -> Iterator[Passage]:
+def _passages(folder: Path) -> Iterator[Found]:
     for path in matching(folder, _CORPUS):
         yield from corpus_lines(path)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from search_r1.datasets.draft import Draft
-from search_r1.datasets.passages import Passage
+from search_r1.datasets.passages import Found
 from verl.errors import DataError
 
 
@@ -33,7 +33,7 @@ class SplitFile:
 class Source:
     """How one data set is imported.
 
-    ``rows`` and ``passages`` read lazily and in file order. Passages of one id come once.
+    ``rows`` and ``passages`` read lazily and in file order, and drop what breaks the format on its own.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Source:
     rows: Callable[[SplitFile], Iterator[Draft]]
     supplies: tuple[str, ...]
     """Fields of ``Row`` that the published files can fill, beyond question and answers."""
-    passages: Callable[[Path], Iterator[Passage]] | None = None
+    passages: Callable[[Path], Iterator[Found]] | None = None
     """Passages in or beside the published files, given their folder; None where the source brings none."""
     default_split: str = "test"
     """Split of a file whose name tells none."""

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from search_r1.datasets.draft import Draft, attempt, references
 from search_r1.datasets.fields import Fields
-from search_r1.datasets.passages import Passage, stable_id, unique, wiki_table
+from search_r1.datasets.passages import Found, Passage, Placed, stable_id, wiki_table
+from search_r1.datasets.passages import attempt as attempt_passages
 from search_r1.datasets.raw import read_records
 from search_r1.datasets.rows import Row
 from search_r1.datasets.source import Source, SplitFile, matching
-from verl.errors import DataError
 
 NAME = "topiocqa"
 FILES = r"topiocqa_.*\.jsonl?"
@@ -64,21 +64,20 @@ def _rows(file: SplitFile) -> Iterator[Draft]:
     return attempt(read_records(file.path), _Turns(file))
 
 
-def _passages(folder: Path) -> Iterator[Passage]:
+def _passages(folder: Path) -> Iterator[Found]:
     """Yield the table of all passages; without it, the gold passages that the records carry."""
     tables = matching(folder, _TABLE)
     for table in tables:
         yield from wiki_table(table)
     if not tables:
-        yield from unique(_gold_passages(folder))
+        records = (record for path in matching(folder, FILES) for record in read_records(path))
+        yield from attempt_passages(records, _gold_passage)
 
 
-def _gold_passages(folder: Path) -> Iterator[tuple[str, Passage]]:
-    for path in matching(folder, FILES):
-        for record in read_records(path):
-            gold = None if isinstance(record, DataError) else record.object_or_none("Gold_passage")
-            if gold is not None:
-                yield gold.place, Passage(_gold_id(gold), gold.text_or_none("title") or "", gold.text("text"))
+def _gold_passage(record: Fields) -> Iterator[Placed]:
+    gold = record.object_or_none("Gold_passage")
+    if gold is not None:
+        yield gold.place, Passage(_gold_id(gold), gold.text_or_none("title") or "", gold.text("text"))
 
 
 SOURCE = Source(NAME, FILES, _rows, ("gold_passage_ids", "gold_text", "topic_shift", "answerable"), passages=_passages)

@@ -16,7 +16,7 @@ from search_r1.datasets.fields import Fields
 from search_r1.datasets.jsonl import row_of
 from search_r1.datasets.parquet import parquet_records
 from search_r1.datasets.parquet import row_of as published_row_of
-from search_r1.datasets.passages import Passage, corpus_lines
+from search_r1.datasets.passages import Found, corpus_lines
 from search_r1.datasets.raw import read_records
 from search_r1.datasets.rows import Row
 from search_r1.datasets.source import Source, SplitFile, matching
@@ -45,7 +45,7 @@ def with_history(row: Row) -> Row:
     return replace(row, history=history_of(row.messages[-1]["content"]))
 
 
-def _passages(folder: Path) -> Iterator[Passage]:
+def _passages(folder: Path) -> Iterator[Found]:
     for path in matching(folder, _CORPUS):
         yield from corpus_lines(path)
 

@@ -1,6 +1,7 @@
 """Every source: one made-up conversation in the published format, and the row that it must become."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,9 @@ def rows(source: str, folder: Path) -> list[Row]:
 def passages(source: str, folder: Path) -> dict[str, str]:
     listed = SOURCES[source].passages
     assert listed is not None
-    return {passage.id: passage.contents for passage in listed(folder)}
+    found = list(listed(folder))
+    assert not [passage for passage in found if isinstance(passage, Dropped)]
+    return {passage.id: passage.contents for passage in found if not isinstance(passage, Dropped)}
 
 
 def topiocqa(turn: int, topic: str, answer: str, *others: str) -> dict[str, Any]:
@@ -622,8 +625,17 @@ def test_the_split_is_a_word_of_the_name(name: str, split: str | None) -> None:
     assert split_of(name) == split
 
 
-def test_one_id_with_two_texts_is_refused(tmp_path: Path) -> None:
-    records = [topiocqa(1, "Zorn mill", "Ada Krell"), topiocqa(1, "Krell", "1801")]
+def test_a_broken_passage_costs_that_record_only(tmp_path: Path) -> None:
+    listed = SOURCES["topiocqa"].passages
+    assert listed is not None
+    records = [topiocqa(1, "Zorn mill", "Ada Krell"), topiocqa(1, "Krell", "1801"), topiocqa(2, "Krell", "1801")]
     put(tmp_path, {"topiocqa_dev.json": records})
-    with pytest.raises(DataError, match=r"passage '17' has another text here than at .*topiocqa_dev\.json:\d+"):
-        passages("topiocqa", tmp_path)
+    first, twice, last = listed(tmp_path)
+    assert not isinstance(first, Dropped) and not isinstance(last, Dropped) and (first.id, last.id) == ("17", "27")
+    assert isinstance(twice, Dropped) and twice.reason is Reason.MALFORMED
+    assert re.search(r"topiocqa_dev\.json:\d+: Gold_passage: passage '17' has another text here than at", twice.detail)
+    put(tmp_path, {"full_wiki_segments.tsv": "id\ttext\ttitle\n1\tText\n2\tText\tMill\n3\t \tMill\n"})
+    short, good, blank = listed(tmp_path)
+    assert isinstance(short, Dropped) and short.detail.endswith("segments.tsv:2: has 2 cells, the table has 3 columns")
+    assert not isinstance(good, Dropped) and good.id == "2"
+    assert isinstance(blank, Dropped) and ":4: text: must be a non-empty string" in blank.detail

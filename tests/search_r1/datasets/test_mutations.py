@@ -103,4 +103,7 @@ def read_all(source: str, folder: Path) -> None:
                 assert draft.detail.startswith(str(folder)) and draft.place.startswith(str(folder)), draft
     if found.passages is not None:
         for passage in found.passages(folder):
+            if isinstance(passage, Dropped):
+                assert passage.detail.startswith(str(folder)), passage
+                continue
             assert passage.id and not set(passage.id) & set(" \t\n") and passage.line()

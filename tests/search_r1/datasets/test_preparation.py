@@ -14,6 +14,7 @@ from search_r1.datasets.collect import Split, collect
 from search_r1.datasets.load import load_rows
 from search_r1.datasets.preparation import Preparation, file_sha256, prepare
 from search_r1.datasets.publish import write_parquet
+from search_r1.datasets.report import report
 from search_r1.datasets.rows import Row
 from verl.errors import DataError
 
@@ -113,6 +114,17 @@ def test_a_corpus_of_ones_own_is_joined_and_not_copied(folder: Path, tmp_path: P
     assert prepared.corpus is not None and prepared.corpus.sha256 == file_sha256(corpus)
     assert load_rows([out / "train.parquet"])[0].gold_text == "Found."
     assert not (out / "passages.jsonl").exists() and "passages.jsonl" not in prepared.files
+
+
+def test_malformed_passages_are_counted_or_stop(folder: Path, tmp_path: Path) -> None:
+    with (folder / "passages" / "a.jsonl").open("a") as file:
+        file.write('{"id": "p9"}\n')
+    figures = prepare(Preparation("qrecc", folder, tmp_path / "out")).figures()
+    assert (figures["corpus"]["passages"], figures["corpus"]["malformed"]) == (4, 1)
+    assert "5: text: must be a non-empty string; found missing" in report(figures, [])
+    (folder / "qrecc_train.json").write_text(json.dumps([record(1, 1)]))
+    with pytest.raises(DataError, match=r"a\.jsonl:5: text: .* \(without --strict it is counted\)"):
+        prepare(Preparation("qrecc", folder, tmp_path / "out", strict=True))
 
 
 def test_rewrites_from_elsewhere(folder: Path, tmp_path: Path) -> None:
