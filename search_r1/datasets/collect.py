@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from search_r1.datasets.draft import Dropped, Reason
-from search_r1.datasets.passages import Found, corpus_lines
+from search_r1.datasets.passages import Found, corpus_lines, stable_id
 from search_r1.datasets.raw import read_records
 from search_r1.datasets.rows import Row
 from search_r1.datasets.source import Source
@@ -140,7 +140,8 @@ def join_existing(splits: Iterable[Split], path: Path, strict: bool) -> Corpus:
 
 
 def _joined(splits: list[Split], passages: Iterable[Found], path: Path, sink: IO[bytes] | None, strict: bool) -> Corpus:
-    wanted = {name for split in splits for row in split.rows for name in row.gold_passage_ids or ()}
+    wanted = {stable_id(name) for split in splits for row in split.rows for name in row.gold_passage_ids or ()}
+    names: dict[str, str] = {}
     found: dict[str, str] = {}
     digest, count, malformed, details = hashlib.sha256(), 0, 0, list[str]()
     for passage in passages:
@@ -151,14 +152,16 @@ def _joined(splits: list[Split], passages: Iterable[Found], path: Path, sink: IO
             details += [passage.detail] if len(details) < _SHOWN else []
             continue
         count += 1
-        if passage.id in wanted:
-            found[passage.id] = passage.text
+        if (name := stable_id(passage.id)) in wanted:
+            names[name], found[passage.id] = passage.id, passage.text
         if sink is not None:
             line = passage.line().encode()
             digest.update(line)
             sink.write(line)
     for split in splits:
         for index, row in enumerate(split.rows):
-            text = next((found[name] for name in row.gold_passage_ids or () if name in found), None)
-            split.rows[index] = row.with_supervision(gold_text=text)
+            # A row calls a passage what the corpus calls it, white space or not: a service answers with that id.
+            gold = tuple(dict.fromkeys(names.get(stable_id(name), name) for name in row.gold_passage_ids or ()))
+            text = next((found[name] for name in gold if name in found), None)
+            split.rows[index] = replace(row, gold_passage_ids=gold or None).with_supervision(gold_text=text)
     return Corpus(path, count, digest.hexdigest(), found, malformed, tuple(details))

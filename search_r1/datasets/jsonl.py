@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +36,28 @@ def read_jsonl(path: Path, prompt_key: str = "prompt") -> Iterator[tuple[str, Ro
 
     ``prompt_key`` is for files with rendered prompts and has no meaning here.
     """
-    strangers: set[str] = set()
+    strangers = Strangers()
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             place = f"{path}:{number}"
             record = _parse(line, place)
-            for name in set(record) - set(KEYS) - strangers:
-                strangers.add(name)
-                logger.warning("%s: column %r is not read%s", place, name, closest(name, KEYS))
+            strangers.look(record, place)
             yield place, row_of(Fields(record, place))
+
+
+class Strangers:
+    """Warns of columns that are not read, each once."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+
+    def look(self, columns: Iterable[str], place: str) -> None:
+        """Warn of what is new among the columns of a row."""
+        for name in sorted(set(columns) - set(KEYS) - self._seen):
+            self._seen.add(name)
+            logger.warning("%s: column %r is not read%s", place, name, closest(name, KEYS))
 
 
 def _parse(line: bytes, place: str) -> dict[str, Any]:

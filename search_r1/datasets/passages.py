@@ -20,7 +20,7 @@ class Passage:
     """One passage of a corpus."""
 
     id: str
-    """Without white space, so that it can stand in TREC files."""
+    """As the rows have it: ``stable_id`` of the source's own, or as it stands in a corpus file."""
     title: str
     """Empty where the source has none."""
     text: str
@@ -94,7 +94,7 @@ def wiki_table(path: Path) -> Iterator[Found]:
 
 
 def corpus_lines(path: Path) -> Iterator[Found]:
-    """Yield the passages of JSON lines with ``id`` and ``contents``, or ``title`` and ``text``; ids as in a table."""
+    """Yield the passages of JSON lines with ``id`` and ``contents``, or ``title`` and ``text``; their ids stay."""
     for record in read_records(path):
         yield _passage(record, _of_line)
 
@@ -114,7 +114,7 @@ def _of_line(record: Fields) -> Passage:
         raise record.fail("id", "is required")
     contents = record.text_or_none("contents")
     if contents is None:
-        return Passage(stable_id(identifier), record.text_or_none("title") or "", record.text("text"))
+        return Passage(identifier, record.text_or_none("title") or "", record.text("text"))
     title, found, text = contents.partition("\n")
     quoted = found and len(title) > 1 and title[0] == title[-1] == '"'
-    return Passage(stable_id(identifier), title[1:-1] if quoted else "", text if quoted else contents)
+    return Passage(identifier, title[1:-1] if quoted else "", text if quoted else contents)

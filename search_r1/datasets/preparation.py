@@ -91,6 +91,9 @@ class Prepared:
             "dropped": {reason.value: count for reason, count in sorted(split.dropped.items())},
             "details": {reason.value: lines for reason, lines in sorted(split.details.items())},
             "have": coverage(split.rows),
+            "gold_left_out_of_qrels": sum(
+                not (_is_word(row.qid) and _is_word(name)) for row in split.rows for name in row.gold_passage_ids or ()
+            ),
             "gold_ids_not_in_corpus": absent[0],
             "rows_with_gold_not_in_corpus": absent[1],
             "lengths": lengths(split.rows, self.length),
@@ -152,11 +155,16 @@ def _write(prepared: Prepared) -> None:
 
     def qrels(row: Row) -> str:
         gold = (name for name in row.gold_passage_ids or () if found is None or name in found)
-        return "".join(f"{row.qid} 0 {name} 1\n" for name in gold)
+        # The format has no way to write white space; such passages are left out, and counted by ``figures``.
+        return "".join(f"{row.qid} 0 {name} 1\n" for name in gold if _is_word(row.qid) and _is_word(name))
 
     prepared.files["qrels.trec"] = _lines(output / "qrels.trec", rows, qrels)
     if prepared.corpus is not None and prepared.settings.corpus is None:
         prepared.files["passages.jsonl"] = prepared.corpus.passages
+
+
+def _is_word(text: str) -> bool:
+    return len(text.split()) == 1 and text == text.strip()
 
 
 def _turn_line(row: Row) -> str:

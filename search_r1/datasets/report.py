@@ -73,6 +73,8 @@ def _passages(figures: Mapping[str, Any]) -> Iterator[str]:
     for name, split in figures["splits"].items():
         ids, rows = split["gold_ids_not_in_corpus"], split["rows_with_gold_not_in_corpus"]
         yield f"{name}: {ids} gold ids of {rows} rows are not in it."
+        if split["gold_left_out_of_qrels"]:
+            yield f"{name}: {split['gold_left_out_of_qrels']} pairs are not in `qrels.trec`: an id has white space."
 
 
 def _lengths(figures: Mapping[str, Any]) -> Iterator[str]:

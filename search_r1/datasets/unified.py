@@ -13,7 +13,7 @@ from pathlib import Path
 
 from search_r1.datasets.draft import Draft, attempt
 from search_r1.datasets.fields import Fields
-from search_r1.datasets.jsonl import row_of
+from search_r1.datasets.jsonl import Strangers, row_of
 from search_r1.datasets.parquet import parquet_records
 from search_r1.datasets.parquet import row_of as published_row_of
 from search_r1.datasets.passages import Found, corpus_lines
@@ -26,7 +26,12 @@ _CORPUS = r"(passages|corpus|wiki).*\.jsonl"
 
 
 def _own(file: SplitFile) -> Iterator[Draft]:
-    return attempt(read_records(file.path), lambda record: [row_of(record)])
+    return attempt(read_records(file.path), partial(_own_row, Strangers()))
+
+
+def _own_row(strangers: Strangers, record: Fields) -> Iterator[Draft]:
+    strangers.look(record.names(), record.place)
+    yield row_of(record)
 
 
 def _published(file: SplitFile) -> Iterator[Draft]:

@@ -116,6 +116,20 @@ def test_a_corpus_of_ones_own_is_joined_and_not_copied(folder: Path, tmp_path: P
     assert not (out / "passages.jsonl").exists() and "passages.jsonl" not in prepared.files
 
 
+def test_a_passage_is_called_what_its_corpus_calls_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "in").mkdir()
+    rows = [{"qid": "q 1", "question": "When?", "answers": ["1801"], "gold_passage_ids": ["Zorn_mill:1"], "gold": 1}]
+    (tmp_path / "in" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "in" / "passages.jsonl").write_text('{"id": "Zorn mill:1", "contents": "Built in 1801."}\n')
+    prepared = prepare(Preparation("own", tmp_path / "in", tmp_path / "out"))
+    (row,) = load_rows([tmp_path / "out" / "train.parquet"])
+    assert (row.gold_passage_ids, row.gold_text) == (("Zorn mill:1",), "Built in 1801.")
+    assert json.loads((tmp_path / "out" / "passages.jsonl").read_text())["id"] == "Zorn mill:1"
+    assert prepared.files["qrels.trec"] == 0
+    assert "train: 1 pairs are not in `qrels.trec`: an id has white space." in report(prepared.figures(), [])
+    assert "column 'gold' is not read" in caplog.text
+
+
 def test_malformed_passages_are_counted_or_stop(folder: Path, tmp_path: Path) -> None:
     with (folder / "passages" / "a.jsonl").open("a") as file:
         file.write('{"id": "p9"}\n')
