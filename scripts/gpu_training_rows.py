@@ -196,7 +196,7 @@ def throughput(setting: Setting) -> str:
     dtype = "float32" if setting.tiny else "bfloat16"
     engine = setting.engine(dtype)
     length = 64 if setting.tiny else 1024
-    batch = setting.batch((length,) * (4 if setting.tiny else 8))
+    batch = setting.batch((length,) * 4)
     rounds = 2 if setting.tiny else 6
     engine.train_mode()
     seconds = math.inf

@@ -118,6 +118,16 @@ def test_a_template_that_forgets_the_header_is_caught(audit: Audit, tmp_path: Pa
     assert "verdict: NOT exact" in printed and "whenever add_generation_prompt is set" in printed
 
 
+def test_an_engine_in_lower_precision_is_measured_and_judged_by_its_limits(audit: Audit, tmp_path: Path) -> None:
+    folder = make_family(tmp_path / "model", "SmolLM2", TURNS)
+    low = "actor_rollout_ref.rollout.dtype=bfloat16"
+    status, record, _ = audit(folder, low)
+    assert status == 0 and record["gaps"]["whole"]["largest"] > 1e-4, "one token may be off by anything in bfloat16"
+    status, record, printed = audit(folder, low, "audit.max_gap=1e-6")
+    assert status == 1 and levels(record)["log-probs"] == "fail" and levels(record)["trained ids"] == "ok"
+    assert "verdict: NOT exact" in printed and "worst on average in turn" in printed
+
+
 @pytest.mark.parametrize(
     ("template", "check"),
     [
