@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
-from gpu_setting import EvenTokens, Setting, Skip
+from gpu_setting import EvenTokens, Setting
 
 from verl.trainer.audit import check_gaps, check_tokens, measure_gaps
 from verl.trainer.main_audit import run_episodes
 from verl.types import Level, Sampling
+from verl.workers.engine import Engine
 from verl.workers.rollout.engines import ENGINES
-from verl.workers.weight_sync import WeightChannel, receive
+from verl.workers.weight_sync import WeightChannel, WeightManifest
 
 GIB = 2**30
 
@@ -42,29 +43,38 @@ def fp32_parity(setting: Setting) -> str:
     return _gap(setting, "float32", 1e-3 if setting.device.is_accelerator else 1e-4, 1e-4)
 
 
+def _take_over(setting: Setting, runner: asyncio.Runner, rollout: Any, trainer: Engine, version: int) -> WeightManifest:
+    """Publish the trainer's weights to the engine; let it generate with them; return what was published."""
+    channel = WeightChannel(setting.folder / "weights", checksums=True)
+    try:
+        manifest = channel.publish(trainer.named_full_tensors(), version, dtype=torch.bfloat16)
+        runner.run(rollout.take_over(manifest))
+    finally:
+        channel.close()
+    held = rollout.weights
+    assert held.version == version and held.digest == manifest.digest, f"the engine holds {held}, not {version}"
+    completion = runner.run(rollout.session(0).generate((5, 6, 7), Sampling(8, temperature=0.0)))
+    assert completion.policy_version == version, f"version {completion.policy_version}, published {version}"
+    return manifest
+
+
 def _publish(setting: Setting, name: str) -> str:
     """Publish twice with a change between; the engine holds the trainer's weights and stamps the version."""
-    config = setting.config("bfloat16", name=name)
     trainer = setting.engine(optim=None)
-    rollout = ENGINES[name](config, setting.device)
-    channel = WeightChannel(setting.folder / f"weights-{name}", checksums=True)
-    seconds = []
-    try:
-        for version in (0, 1):
-            started = time.monotonic()
-            manifest = channel.publish(trainer.named_full_tensors(), version, dtype=torch.bfloat16)
-            rollout.load_weights(receive(manifest, rollout.weight_spec(), rollout.tied_names()), version)
-            seconds.append(time.monotonic() - started)
-            completion = asyncio.run(rollout.session(0).generate((5, 6, 7), Sampling(8, temperature=0.0)))
-            assert completion.policy_version == version, f"version {completion.policy_version}, published {version}"
+    with asyncio.Runner() as runner:
+        rollout = ENGINES[name](setting.config("bfloat16", name=name), setting.device)
+        try:
+            _take_over(setting, runner, rollout, trainer, 0)
             with torch.no_grad():
                 for parameter in trainer.module.parameters():
                     parameter.mul_(1.01)
-        size = sum(math.prod(entry.shape) for entry in manifest.entries) * 2
-    finally:
-        channel.close()
-        rollout.close()
-    return f"{size / 1e9:.3f} GB in {seconds[1]:.2f} s through files, checksums compared, version 1 generates"
+            started = time.monotonic()
+            manifest = _take_over(setting, runner, rollout, trainer, 1)
+            seconds = time.monotonic() - started
+        finally:
+            rollout.close()
+    size = sum(math.prod(entry.shape) for entry in manifest.entries) * 2
+    return f"{size / 1e9:.3f} GB in {seconds:.2f} s through files, checksums equal, version 1 generates"
 
 
 def publish_hf(setting: Setting) -> str:
@@ -107,16 +117,17 @@ def publish_vllm(setting: Setting) -> str:
 
 
 def vllm_sleep(setting: Setting) -> str:
-    """A sleeping engine gives its memory back."""
-    engine: Any = ENGINES["vllm"](setting.config(name="vllm"), setting.device)
-    try:
-        if not (hasattr(engine, "sleep") and hasattr(engine, "wake")):
-            raise Skip("sleep() and wake() of the vllm engine")
-        before, _ = torch.cuda.mem_get_info()
-        engine.sleep()
-        asleep, _ = torch.cuda.mem_get_info()
-        engine.wake()
-        assert asleep > before, f"free memory went from {before / GIB:.2f} to {asleep / GIB:.2f} GiB"
-        return f"{(asleep - before) / GIB:.2f} GiB given back"
-    finally:
-        engine.close()
+    """A sleeping engine gives its memory back, and wakes with the next publish."""
+    trainer = setting.engine(optim=None)
+    with asyncio.Runner() as runner:
+        engine = ENGINES["vllm"](setting.config(name="vllm"), setting.device)
+        try:
+            _take_over(setting, runner, engine, trainer, 0)
+            before, _ = torch.cuda.mem_get_info()
+            runner.run(engine.sleep())
+            asleep, _ = torch.cuda.mem_get_info()
+            assert asleep > before, f"free memory went from {before / GIB:.2f} to {asleep / GIB:.2f} GiB"
+            _take_over(setting, runner, engine, trainer, 1)
+        finally:
+            engine.close()
+    return f"{(asleep - before) / GIB:.2f} GiB given back, version 1 generates"

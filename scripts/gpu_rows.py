@@ -19,7 +19,6 @@ from gpu_training_rows import (
 )
 
 from verl.workers.device import flash_attention_available
-from verl.workers.rollout.engines import ENGINES
 
 
 def _cuda(setting: Setting) -> str | None:
@@ -39,9 +38,7 @@ def _flash(setting: Setting) -> str | None:
 
 
 def _vllm(setting: Setting) -> str | None:
-    if importlib.util.find_spec("vllm") is None:
-        return "the package vllm"
-    return None if "vllm" in ENGINES else "an engine 'vllm' in verl.workers.rollout.engines"
+    return "the package vllm" if importlib.util.find_spec("vllm") is None else None
 
 
 ROWS = (

@@ -26,7 +26,7 @@ LARGE = {
     "num_attention_heads": 14, "num_key_value_heads": 2, "max_position_embeddings": 4096,
 }  # fmt: skip
 TINY = {
-    "vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "vocab_size": 512, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
 }  # fmt: skip
 

@@ -152,9 +152,9 @@ def ppo_steps(setting: Setting) -> str:
     steps, config = 20, setting.config()
     cluster = LocalCluster()
     try:
-        rollout = cluster.spawn("rollout", RolloutWorker, 1, config)
-        models = spawn_models(cluster, config, rollout, steps, setting.folder / "ppo-weights")
-        rollouts = Rollouts(cast(DealingGroup, rollout), config)
+        workers = cluster.spawn("rollout", RolloutWorker, 1, config)
+        rollouts = Rollouts(cast(DealingGroup, workers), config)
+        models = spawn_models(cluster, config, rollouts, steps, setting.folder / "ppo-weights")
         task: Any = EvenTokens.from_config(config, None)
         flat = flatten(config)
         folder = open_run(setting.folder / "ppo", "never", flat, 1)

@@ -14,8 +14,9 @@ from verl.errors import HealthError
 from verl.trainer.evaluate import Generates
 from verl.types import Prompt, Trajectory
 
-_SUMS = re.compile(r"service/.*|.*(_tokens|_s)")
-"""Figures that are added up over several batches; the others are ratios and are averaged."""
+_SUMS = re.compile(r"service/.*|rollout/((generated|prefilled|discarded)_tokens|(decode|prefill)_s)")
+_LARGEST = ("rollout/episode_s/max", "rollout/lost_workers")
+"""How the figures of several batches become one: sums, largest; all others are averaged."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,10 @@ def _by_prompt(trajectories: Sequence[Trajectory]) -> dict[str, list[Trajectory]
 def _merged(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Bring the figures of several batches together."""
     names = dict.fromkeys(name for row in figures for name in row)
-    merged = {}
-    for name in names:
-        values = [row[name] for row in figures if name in row]
-        merged[name] = sum(values) / (1 if _SUMS.fullmatch(name) else len(values))
-    return merged
+    return {name: _one(name, [row[name] for row in figures if name in row]) for name in names}
+
+
+def _one(name: str, values: Sequence[float]) -> float:
+    if name in _LARGEST:
+        return max(values)
+    return sum(values) if _SUMS.fullmatch(name) else sum(values) / len(values)
