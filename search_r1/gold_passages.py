@@ -57,6 +57,10 @@ def look_up(path: Path, wanted: Iterable[str]) -> dict[str, tuple[str, str]]:
                     found[identity] = title, text
     except OSError as error:
         raise DataError(f"evaluation.passages={path}: cannot be read ({error.strerror}); name the corpus") from error
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"evaluation.passages={path}: no UTF-8 text ({error.reason}); unpack the corpus into JSON lines"
+        ) from error
     return found
 
 

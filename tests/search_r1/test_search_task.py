@@ -255,6 +255,9 @@ def test_oracle_is_handed_the_gold_passages(rows: Path, tmp_path: Path) -> None:
     corpus.write_text("{}")
     with pytest.raises(DataError, match=r"passages\.jsonl:1: no passage with id and contents"):
         Bench(rows, {"evaluation": {"pipelines": ["oracle_passage"], "passages": str(corpus)}}).task.prompts("val")
+    corpus.write_bytes(b"\x1f\x8b\x08 packed")
+    with pytest.raises(DataError, match=r"evaluation\.passages=.*no UTF-8 text .*; unpack the corpus"):
+        Bench(rows, {"evaluation": {"pipelines": "all", "passages": str(corpus)}}).task.prompts("val")
     with pytest.raises(DataError, match=r"evaluation\.passages=.*nowhere: cannot be read"):
         Bench(rows, {"evaluation": {"pipelines": "all", "passages": "nowhere"}}).task.prompts("val")
 

@@ -294,7 +294,7 @@ class JobConfig(Section):
     cache_dir: str = ".cache"
     """Where the world, the index and converted models are kept between runs."""
     evaluate_bounds: bool = False
-    """Measure the fixed pipelines (closed book, gold query, raw question, history + question) as bounds."""
+    """Measure the task's fixed pipelines (``evaluation.pipelines``) beside the policy, and print their table."""
 
 
 class RunConfig(Section):
