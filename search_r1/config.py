@@ -232,6 +232,11 @@ class SearchConfig(_Section):
             raise ValueError(f"{key} needs a judge; set judge.url and judge.model")
         return self
 
+    @property
+    def generations(self) -> int:
+        """The most generations of one episode."""
+        return self.max_turns + 1 if self.do_search else 1
+
     def notes(self, run: Any) -> list[str]:
         """Return what ``--check`` says about this run's episodes: legal, but worth a look."""
         data = run.data

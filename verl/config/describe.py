@@ -13,11 +13,6 @@ from pydantic import BaseModel
 
 from verl.config.schema import RunConfig
 
-GIB = 1024**3
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-# float32 master weights, gradients and the two moments of AdamW.
-TRAIN_BYTES = 16
-
 
 def describe(config: RunConfig) -> str:
     """Return the resolved configuration as YAML, then the derived numbers, then what deserves a look."""
@@ -63,7 +58,6 @@ def derived(config: RunConfig) -> dict[str, str]:
         found["warm-up steps of the policy"] = str(warmup)
     else:
         found["training steps"] = f"{config.trainer.total_epochs} epochs of the training rows"
-    found["memory per training rank"] = _memory(config)
     return found
 
 
@@ -108,22 +102,6 @@ def _micro_batch(config: RunConfig) -> str:
     if actor.use_dynamic_bsz:
         return f"up to {actor.ppo_max_token_len_per_gpu} tokens"
     return f"{max(1, actor.ppo_micro_batch_size // config.world_size)} sequences"
-
-
-def _memory(config: RunConfig) -> str:
-    """Return an estimate of weights, gradients and optimizer state; activations come on top."""
-    parameters = count_parameters(Path(config.actor_rollout_ref.model.path))
-    if parameters is None:
-        return "unknown (the model folder is not here)"
-    dtype = DTYPE_BYTES[config.actor_rollout_ref.model.dtype]
-    trained = TRAIN_BYTES + (dtype if dtype < 4 else 0)
-    shares = trained * (2 if config.uses_critic else 1) + (4 if config.uses_reference else 0)
-    sharded = parameters * shares / config.world_size
-    engine = parameters * DTYPE_BYTES[config.actor_rollout_ref.rollout.dtype]
-    return (
-        f"{sharded / GIB:.2f} GiB state + {engine / GIB:.2f} GiB per engine, without activations "
-        f"({parameters / 1e6:.1f}M parameters)"
-    )
 
 
 def count_parameters(folder: Path) -> int | None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from verl.config import RunConfig, describe, load_config
 from verl.errors import ChatR1Error, ConfigError
 from verl.trainer.checkpoint import is_disk_full
+from verl.trainer.plan.report import check_lines
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ def run_program(
         check, name, overrides = split_arguments(given)
         config = load_config(name, [*defaults, *overrides])
         if check:
-            sys.stdout.write(describe(config) + "\n")
+            sys.stdout.write("\n".join([describe(config), *check_lines(config), ""]))
             return 0
         return program(config, Path(name).stem)
     except ChatR1Error as error:
