@@ -1,6 +1,6 @@
 """The vLLM engine on tiny models: exact log-probs after every publish, seeds, stops, refused and broken publishes.
 
-An engine takes half a minute to start, so the tests share one per kind of model and each begins with a publish.
+An engine takes up to a minute to start, so the tests share one per kind of model and each begins with a publish.
 """
 
 from __future__ import annotations
