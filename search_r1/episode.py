@@ -17,7 +17,7 @@ from search_r1.config import EpisodeSettings
 from search_r1.hints import hint
 from search_r1.observation import build_observation
 from search_r1.parsing import TurnKind, TurnOutcome, parse_turn
-from search_r1.tags import ANSWER, SEARCH, STOP_STRINGS
+from search_r1.tags import ANSWER, INFORMATION, SEARCH, STOP_STRINGS
 from verl.errors import EngineError, RetrievalError
 from verl.types import (
     Completion,
@@ -77,6 +77,8 @@ class Draft:
     prediction: str | None = None
     truncated_observations: int = 0
     overrun_tokens: int = 0
+    invented: int = 0
+    """Turns in which the model itself opened an information block."""
 
     def append(self, segment: Segment) -> None:
         """Add a segment; nothing is ever removed or changed."""
@@ -191,6 +193,7 @@ async def take_turn(draft: Draft, generate: Generate, turn: int, opened: str = "
         Segment(Origin.MODEL, completion.token_ids[:length], completion.logprobs[:length], completion.policy_version)
     )
     draft.turns.append(outcome.kind)
+    draft.invented += f"<{INFORMATION}>" in (text if outcome.end is None else text[: outcome.end])
     if outcome.kind is TurnKind.ANSWER:
         draft.prediction = outcome.content or None
     draft.watch(Event("model", text if outcome.end is None else text[: outcome.end]))
@@ -259,6 +262,7 @@ def _metrics(draft: Draft, stop: StopReason) -> dict[str, float]:
         kind: sum(turn is kind for turn in draft.turns)
         for kind in (TurnKind.EMPTY_QUERY, TurnKind.MALFORMED, TurnKind.LENGTH, TurnKind.EOS)
     }
+    settings = draft.tools.settings
     by_origin = {origin: sum(len(s.token_ids) for s in draft.segments if s.origin is origin) for origin in Origin}
     return {
         "turns": float(len(draft.turns)),
@@ -275,5 +279,8 @@ def _metrics(draft: Draft, stop: StopReason) -> dict[str, float]:
         "searches_without_hits": float(sum(not call.documents and call.error is None for call in draft.searches)),
         "search_seconds": sum(call.seconds for call in draft.searches),
         "overrun_tokens": float(draft.overrun_tokens),
+        "invented_information": float(draft.invented),
+        # With one search or none there is no limit to run into.
+        "search_limit": float(1 < settings.max_turns <= len(draft.searches)),
         "refused": float(not draft.prompt.token_ids),
     }

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 
 class ChatR1Error(Exception):
-    """Base of every error a user can cause or meet; entry points print it without a traceback and exit with 2."""
+    """Base of every error a user can cause or meet; entry points print it, no traceback, and exit with ``status``."""
+
+    status = 2
 
 
 class ConfigError(ChatR1Error):
@@ -44,3 +46,9 @@ class EngineDeadError(EngineError):
 
 class HealthError(ChatR1Error):
     """A run was stopped because a configured limit was crossed (failure rate, NaN)."""
+
+
+class WatchError(HealthError):
+    """A watch whose action is ``stop`` has fired. The message names figure, limit and last good checkpoint."""
+
+    status = 3

@@ -89,7 +89,7 @@ class RunInfo:
     experiment: str
     total_steps: int
     resumed_step: int | None
-    """Last step of the restored run; None for a new one. Later steps that a sink holds are void."""
+    """Last step of the restored run, which is logged again; None for a new one. What a sink has from it on is void."""
     run_id: str
     """Stays the same over resumes."""
     config: Mapping[str, Any]
@@ -138,7 +138,7 @@ class ConsoleSink:
 
 
 class TensorBoardSink:
-    """Scalars under ``<run>/tensorboard``; on resume, points after the restored step are purged by the reader."""
+    """Scalars under ``<run>/tensorboard``; on resume, points from the restored step on are purged by the reader."""
 
     def __init__(self, info: RunInfo) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
@@ -149,9 +149,7 @@ class TensorBoardSink:
         if info.resumed_step is not None:
             session = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             # A session start at step n tells TensorBoard to forget what an earlier file holds from n on.
-            self._writer.add_event(
-                event_pb2.Event(wall_time=time.time(), step=info.resumed_step + 1, session_log=session)
-            )
+            self._writer.add_event(event_pb2.Event(wall_time=time.time(), step=info.resumed_step, session_log=session))
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         """Add one event with all scalars."""
@@ -214,11 +212,22 @@ class Tracker:
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         """Record one step everywhere."""
         self.file.append(step, figures)
+        self._send(step, figures)
+
+    def _send(self, step: int, figures: Mapping[str, float]) -> None:
         for name, sink in self._sinks:
             try:
                 sink.log(step, figures)
             except Exception as error:  # as above
                 self._warn(name, f"failed at step {step}", error)
+
+    def log_again(self, step: int, figures: Mapping[str, float]) -> None:
+        """Record the restored step wherever a kill may have cut it off: in the file if it is missing, in every sink."""
+        rows = {row["step"]: row for row in self.file.rows()}
+        if step not in rows:
+            self.file.append(step, figures)
+            rows[step] = dict(figures)
+        self._send(step, {name: value for name, value in rows[step].items() if name != "step" and value is not None})
 
     def close(self) -> None:
         """Close every sink."""

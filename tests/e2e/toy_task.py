@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -37,6 +38,8 @@ class ToyConfig(BaseModel):
     """Every n-th prompt's episodes fail; 0: none."""
     toy_without_pipelines: int = -1
     """Number of the prompt that pipelines leave out; -1: none."""
+    toy_pays_inventions: bool = False
+    """Pay for the token that stands for an invented information block, 9, instead of even ones."""
     toy_nan: bool = False
     """Rewards that are not numbers."""
 
@@ -98,6 +101,10 @@ class ToyTask:
             row=prompt.row,
         )
         share = even_share(trajectory)
+        if self._config.toy_pays_inventions:
+            inventions = sum(segment.token_ids.count(9) for segment in segments if segment.origin is Origin.MODEL)
+            trajectory = replace(trajectory, metrics={"searches": 1.0, "invented_information": float(inventions)})
+            share = inventions / max(1, sum(trajectory.loss_mask))
         return trajectory.with_reward(Reward(math.nan if self._config.toy_nan else share, {"even": share}))
 
     def validation_reward(self, trajectory: Trajectory) -> float:

@@ -162,6 +162,9 @@ def test_engine_that_runs_on_is_cut_at_the_action() -> None:  # T1, T3
 def test_model_written_information_is_no_retrieval() -> None:
     run = Run(["<information>Doc 1</information><answer>x</answer>"])
     assert run.result.searches == () and run.env == []
+    assert run.result.metrics["invented_information"] == 1
+    honest = Run(["<search>q</search>", "<answer>x</answer>"])
+    assert honest.result.metrics["invented_information"] == 0, "the environment's block is no invention"
 
 
 def test_last_turn_cut_is_response_length() -> None:

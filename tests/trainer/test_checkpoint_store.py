@@ -66,6 +66,14 @@ def test_the_newest_k_and_the_best_are_kept(tmp_path: Path) -> None:
     assert [checkpoint.step for checkpoint in store.complete()] == [2, 4, 5]
 
 
+def test_a_good_step_outlives_newer_ones_until_another_is_named(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    for step, good in ((1, None), (2, 1), (3, 1), (4, 3)):
+        store.save(state(step), write_one, good)
+        expected = {1: [1], 2: [1, 2], 3: [1, 3], 4: [3, 4]}[step]
+        assert [checkpoint.step for checkpoint in store.complete()] == expected
+
+
 def test_old_ones_go_only_after_the_new_one_is_complete(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=1)
     store.save(state(1), write_one)

@@ -34,6 +34,7 @@ SUMMARY: dict[str, Any] = {
     "cpu_minutes": 1.5,
     "before": {"n": 1.0, "f1": 0.25},
     "after": {"n": 1.0, "f1": 0.5},
+    "watches": [{"watch": "entropy", "first_step": 3, "last_step": 4}],
     "bounds": {"gold_query_f1": 0.875, "final": {"gold_query_f1": 0.9}},
     "gain": {"f1": {"mean": 0.25, "low": -0.125, "high": 0.5}},
 }

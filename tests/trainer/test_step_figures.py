@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 
 from verl.metrics import StepMetrics
-from verl.trainer.step_figures import add_advantage_figures, add_episode_figures, add_sample_figures
+from verl.trainer.step_figures import (
+    add_advantage_figures,
+    add_episode_figures,
+    add_sample_figures,
+    repetition,
+)
 from verl.types import Origin, Reward, Sample, Segment, StopReason, Trajectory
 
 
@@ -64,3 +69,18 @@ def test_columns_that_a_step_does_not_have_are_left_out() -> None:
     result = figures.result()
     assert "kl/reference" not in result and "policy/rollout_kl" not in result and "critic/value/mean" not in result
     assert result["advantage/value/mean"] == 0.5
+
+
+def test_repetition_is_the_share_of_four_grams_seen_before() -> None:
+    assert repetition((1, 2, 3)) == 0.0
+    assert repetition((1, 2, 3, 4, 5)) == 0.0
+    assert repetition((7,) * 8) == pytest.approx(0.8)  # 5 four-grams, 1 distinct
+    assert repetition((1, 2, 1, 2, 1, 2, 1)) == pytest.approx(0.5)  # 4 four-grams, 2 distinct
+
+
+def test_correct_samples_are_those_with_a_positive_advantage() -> None:
+    figures = StepMetrics()
+    good = sample(old_logprobs=(0.0, -1.5, 0.0), advantages=(0.0, 0.5, 0.0))
+    bad = sample(old_logprobs=(0.0, -9.0, 0.0), advantages=(0.0, -0.5, 0.0))
+    add_advantage_figures([good, bad], figures)
+    assert figures.result()["policy/correct_logprob"] == -1.5

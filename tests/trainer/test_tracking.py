@@ -123,6 +123,7 @@ def test_tensorboard_files_hold_the_scalars_and_a_resume_voids_later_steps(tmp_p
         first.log(step, {"policy/entropy": float(step)})
     first.close()
     second = Tracker(info(tmp_path, resumed=1), ["tensorboard"])
+    second.log_again(1, {"policy/entropy": 5.0})  # the file knows better than the checkpoint
     second.log(2, {"policy/entropy": 20.0})
     second.close()
     reader = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -137,6 +138,18 @@ def test_the_progress_line_shows_what_exists_and_the_remaining_time(
     tracker = Tracker(info(tmp_path), ["console"])
     tracker.log(3, {"reward/total/mean": 0.25, "timing_s/step": 4.25, "progress/remaining": 130.0})
     assert caplog.records[-1].getMessage() == "step  3/10  reward 0.250  4.2s/step  remaining 2m10s"
+
+
+def test_the_restored_step_reaches_the_file_once_and_every_sink(tmp_path: Path) -> None:
+    """A kill may fall between the file and a sink, or before both: the last evaluation must not be lost to it."""
+    tracker = Tracker(info(tmp_path), [])
+    seen: list[tuple[int, dict[str, float]]] = []
+    sink = types.SimpleNamespace(log=lambda step, figures: seen.append((step, dict(figures))), close=lambda: None)
+    tracker._sinks = [("fake", sink)]
+    tracker.log_again(4, {"val/score": 0.5})
+    tracker.log_again(4, {"val/score": 0.25})
+    assert tracker.file.rows() == [{"step": 4, "val/score": 0.5}]
+    assert seen == [(4, {"val/score": 0.5})] * 2
 
 
 def test_every_line_is_standard_json(tmp_path: Path) -> None:

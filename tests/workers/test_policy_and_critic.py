@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from training_cases import make_model, make_samples, run_config
 from transformers import AutoModelForCausalLM
 
 from verl.data.samples import fill
-from verl.errors import CheckpointError, HealthError
+from verl.errors import CheckpointError
 from verl.types import Sample
 from verl.workers.critic import CriticWorker, explained_variance
 from verl.workers.policy import PolicyWorker
@@ -226,14 +227,51 @@ def test_gradient_is_clipped_to_the_configured_norm(folder: Path) -> None:
     assert seen == [pytest.approx(0.001, rel=1e-3)]
 
 
-def test_a_gradient_that_is_not_finite_stops_before_weights_change(folder: Path) -> None:
-    worker = policy(folder)
-    before = {name: tensor.clone() for name, tensor in worker.named_full_tensors()}
+def broken(samples: list[Sample], index: int) -> list[Sample]:
+    """Samples of which one has advantages that are not numbers."""
+    nan = tuple(float("nan") if m else 0.0 for m in samples[index].loss_mask)
+    return [replace(s, advantages=nan) if n == index else s for n, s in enumerate(samples)]
+
+
+def test_an_update_whose_gradient_is_not_finite_is_as_if_it_had_not_been(folder: Path) -> None:
+    worker, other = policy(folder), policy(folder)
     samples = make_samples(4)
-    broken = replace(samples[0], advantages=tuple(float("nan") if m else 0.0 for m in samples[0].loss_mask))
-    with pytest.raises(HealthError, match="gradient norm is nan"):
-        worker.update([broken, *samples[1:]])
-    assert all(torch.equal(tensor, before[name]) for name, tensor in worker.named_full_tensors())
+    worker.update(samples)
+    assert worker.dropped_prompts() == ()
+    figures = worker.update(broken(samples, 0))
+    assert set(figures) == {"policy/dropped_updates", "memory/policy"} and figures["policy/dropped_updates"] == 1
+    assert worker.dropped_prompts() == tuple(dict.fromkeys(sample.prompt_id for sample in samples))
+    after = worker.update(samples)
+    assert worker.dropped_prompts() == ()
+    other.update(samples)
+    other.engine.update += 1  # the schedule counts trainer steps, made or not
+    expected = other.update(samples)
+    assert {**after, "memory/policy": 0} == {**expected, "memory/policy": 0}
+    pairs = zip(worker.named_full_tensors(), other.named_full_tensors(), strict=True)
+    assert all(torch.equal(mine, theirs) for (_, mine), (_, theirs) in pairs)
+
+
+def test_one_mini_batch_of_a_step_is_left_out_and_the_figures_are_those_of_the_other(folder: Path) -> None:
+    worker, other = (policy(folder, "actor_rollout_ref.actor.ppo_mini_batch_size=4") for _ in range(2))
+    samples = make_samples(8)
+    figures = worker.update(broken(samples, 6))
+    expected = other.update(samples[:4])
+    assert figures.pop("policy/dropped_updates") == 1
+    assert {**figures, "memory/policy": 0} == {**expected, "memory/policy": 0}
+    assert worker.dropped_prompts() == tuple(dict.fromkeys(sample.prompt_id for sample in samples[4:]))
+    pairs = zip(worker.named_full_tensors(), other.named_full_tensors(), strict=True)
+    assert all(torch.equal(mine, theirs) for (_, mine), (_, theirs) in pairs)
+
+
+def test_the_mean_ratio_is_one_before_any_update_and_follows_the_old_log_probs(folder: Path) -> None:
+    worker = policy(folder)
+    scored = fill(make_samples(4), "old_logprobs", [worker.log_probs(make_samples(4))])
+    halved = [
+        replace(s, old_logprobs=tuple(o + math.log(2) if m else 0.0
+                for o, m in zip(s.old_logprobs or (), s.loss_mask, strict=True)))
+        for s in scored
+    ]  # fmt: skip
+    assert worker.update(halved)["policy/ratio"] == pytest.approx(0.5, rel=1e-4)
 
 
 def test_resumed_training_is_bit_equal_to_uninterrupted(folder: Path, tmp_path: Path) -> None:

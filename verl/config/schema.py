@@ -19,6 +19,7 @@ from verl.config.algorithm_schema import (
     OptimConfig,
 )
 from verl.config.base import Paths, Section, Seed, Template
+from verl.config.health_schema import HealthConfig
 
 DType = Literal["float32", "bfloat16"]
 
@@ -311,6 +312,7 @@ class RunConfig(Section):
     critic: CriticConfig = CriticConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()
+    health: HealthConfig = HealthConfig()
     cluster: ClusterConfig = ClusterConfig()
     job: JobConfig = JobConfig()
     audit: AuditConfig = AuditConfig()

@@ -161,9 +161,10 @@ class CheckpointStore:
             return checkpoint
         return None
 
-    def save(self, state: TrainerState, write: Callable[[Path], None]) -> Checkpoint:
+    def save(self, state: TrainerState, write: Callable[[Path], None], good_step: int | None = None) -> Checkpoint:
         """Write a checkpoint: ``write(folder)`` lets the workers write, then state and marker follow, then retention.
 
+        ``good_step`` is kept, too: what to fall back to when newer ones may be damaged.
         Raises ResourceError when the disk is full; the older checkpoints are then untouched.
         """
         path = self.folder / f"{_PREFIX}{state.step}"
@@ -182,7 +183,7 @@ class CheckpointStore:
             raise
         checkpoint = Checkpoint(state.step, path)
         self._append_index(state, checkpoint)
-        self._retire(state.best_step)
+        self._retire({state.best_step, good_step})
         return checkpoint
 
     def cut_back(self, step: int) -> None:
@@ -210,10 +211,10 @@ class CheckpointStore:
         with (self.folder / "checkpoints.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(_index_record(state, checkpoint)) + "\n")
 
-    def _retire(self, best_step: int | None) -> None:
-        """Delete all but the newest ``keep`` and the best."""
+    def _retire(self, exempt: set[int | None]) -> None:
+        """Delete all but the newest ``keep`` and the exempt ones."""
         for checkpoint in self.complete()[: -self._keep]:
-            if checkpoint.step != best_step:
+            if checkpoint.step not in exempt:
                 (checkpoint.path / _MARKER).unlink()
                 shutil.rmtree(checkpoint.path)
 

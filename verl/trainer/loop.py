@@ -19,7 +19,7 @@ from verl.algorithms.entropy import EntropyController
 from verl.algorithms.kl import KlController
 from verl.data.prompts import PromptStream
 from verl.data.samples import Assembled, assemble, permute_rewards
-from verl.errors import EngineError, HealthError, RetrievalError
+from verl.errors import EngineError, HealthError, RetrievalError, WatchError
 from verl.metrics import StepMetrics
 from verl.timing import Stopwatch
 from verl.tracking import Tracker
@@ -29,6 +29,7 @@ from verl.trainer.run_folder import RunFolder, write_records
 from verl.trainer.signals import StopRequest
 from verl.trainer.step_figures import add_advantage_figures, add_episode_figures, add_sample_figures
 from verl.trainer.step_rollouts import StepRollouts, roll_out
+from verl.trainer.watches import Watchman
 from verl.types import Sample, episode_seed
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,8 @@ class Models(Protocol):
     def score(self, samples: Sequence[Sample]) -> tuple[list[Sample], Mapping[str, float]]: ...
 
     def update(self, samples: Sequence[Sample], train_policy: bool, entropy_coeff: float) -> Mapping[str, float]: ...
+
+    def dropped_prompts(self) -> tuple[str, ...]: ...
 
     def publish(self, version: int) -> None: ...
 
@@ -75,6 +78,7 @@ class TrainingLoop:
         self.config = parts.config
         self.step = 0
         self.best: tuple[int | None, float | None] = (None, None)
+        self.watchman = Watchman(parts.config.health)
         self.watch = Stopwatch()
         """Seconds by phase over the whole run, earlier sessions included."""
         self._stop = StopRequest()
@@ -105,6 +109,8 @@ class TrainingLoop:
         position = self.parts.prompts.state()
         try:
             self.train_step(self.step + 1)
+        except WatchError:
+            raise  # the weights are what is wrong
         except (EngineError, HealthError, RetrievalError):
             if self._whole and self.step > self._saved:
                 self.parts.prompts.restore(position)
@@ -137,6 +143,7 @@ class TrainingLoop:
             with watch.phase("update"):
                 training = parts.models.update(samples, step > self.config.trainer.critic_warmup, bonus)
             self._check_health(step, training)
+            self._name_dropped(step, training)
             with watch.phase("publish"):
                 parts.models.publish(step)
         self.step, self._whole = step, True
@@ -173,6 +180,15 @@ class TrainingLoop:
                 f"step {step}: {', '.join(broken)} not finite; the run stops before these weights are saved. Lower the "
                 f"learning rate, or look at {self.parts.folder.path / 'rollouts' / f'step_{step}.jsonl'}"
             )
+
+    def _name_dropped(self, step: int, figures: Mapping[str, float]) -> None:
+        """Say which prompts an update left out; the figures say how many optimiser steps."""
+        if any(name.endswith("/dropped_updates") for name in figures):
+            prompts = self.parts.models.dropped_prompts()
+            logger.warning(
+                "step %d: a gradient is not finite; the optimiser step is left out, with prompts %s",
+                step, ", ".join(prompts),
+            )  # fmt: skip
 
     def _control_kl(self, figures: StepMetrics, n: int) -> None:
         """Move the KL coefficient by this step's divergence; it applies from the next step on."""
@@ -211,7 +227,11 @@ class TrainingLoop:
         figures.add("throughput/trained_tokens_per_s", done["data/trained_tokens"] / wall)
         figures.add("progress/remaining", self._remaining())
         row = figures.result() | watch.metrics() | ({} if evaluation is None else evaluation.metrics())
+        row |= self.watchman.observe(self.step, row)
         self._done = row, evaluation
+        if self.watchman.stops:
+            self.parts.tracker.log(self.step, row)
+            raise WatchError(self._fall_back())
         if self._save_due(self.step):
             saving = Stopwatch()
             with saving.phase("save"):
@@ -228,6 +248,17 @@ class TrainingLoop:
         done += self.config.trainer.val_before_train
         ahead = sum(self._evaluation_due(step) for step in range(self.step + 1, total + 1))
         return steps + (seconds["evaluate"] / done * ahead if done else 0.0)
+
+    def _fall_back(self) -> str:
+        """Put checkpoints that are newer than the last good one out of the way of a resume; return why the run ends."""
+        store, cause = self.parts.store, "; ".join(self.watchman.stops)
+        good = self.watchman.last_good(checkpoint.step for checkpoint in store.complete())
+        if good is None:
+            return f"step {self.step}: {cause}. No checkpoint is known to be good (trainer.save_freq); begin anew"
+        store.cut_back(good)
+        kept = store.at(good)
+        begin = f", or with other settings from {kept.export}" if kept.export else ""
+        return f"step {self.step}: {cause}. {kept.path} is the last good checkpoint: go on from it{begin}"
 
     # -----------------------------------------------------------------------------------------------------------
 
@@ -257,7 +288,8 @@ class TrainingLoop:
         )
         every, frequency = self.config.trainer.export_every, max(1, self.config.trainer.save_freq)
         export = self.step == parts.total_steps or (every > 0 and self.step // frequency % every == 0)
-        parts.store.save(state, lambda folder: parts.models.save(folder, export))
+        good = self.watchman.protected(checkpoint.step for checkpoint in parts.store.complete())
+        parts.store.save(state, lambda folder: parts.models.save(folder, export), good)
         self._saved = self.step
 
     def restore(self) -> None:
@@ -273,6 +305,6 @@ class TrainingLoop:
         self.step, self.best = state.step, (state.best_step, state.best_score)
         self._saved = state.step
         self.watch = Stopwatch(state.wall_seconds, state.cpu_seconds)
-        if not any(row["step"] == state.step for row in parts.tracker.file.rows()):
-            parts.tracker.log(state.step, state.figures)
+        parts.tracker.log_again(state.step, state.figures)
+        self.watchman.remember(parts.tracker.file.rows())
         logger.info("resumed from %s: %d of %d steps are done", checkpoint.path, state.step, parts.total_steps)

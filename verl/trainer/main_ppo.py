@@ -5,7 +5,7 @@
 
 This module is the composition root: it chooses the cluster, spawns the workers, imports the task and builds the loop.
 The last line on standard output is the path of the run's ``summary.json``. Exit status: 0 done, 2 a mistake that the
-message explains, 128 + n stopped by signal n after saving.
+message explains, 3 stopped by a watch (``health``), 128 + n stopped by signal n after saving.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _train(config: RunConfig, recipe: str) -> int:
 def run_program(
     arguments: Sequence[str] | None, program: Callable[[RunConfig, str], int], defaults: Sequence[str] = ()
 ) -> int:
-    """Load the configuration that the arguments name and call ``program(config, recipe name)``; errors become status 2.
+    """Load the configuration that the arguments name and call ``program(config, recipe name)``; return the exit status.
 
     With ``--check`` the configuration is shown instead.
     """
@@ -58,7 +58,7 @@ def run_program(
         return program(config, Path(name).stem)
     except ChatR1Error as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        return 2
+        return error.status
     except OSError as error:
         if not is_disk_full(error):
             raise

@@ -69,6 +69,12 @@ class WorkerModels:
             figures |= group.wait(handle)[0]
         return figures
 
+    def dropped_prompts(self) -> tuple[str, ...]:
+        """Return the prompt ids that the last update left out, because a gradient was not finite."""
+        groups = [group for group in (self._policy, self._critic) if group is not None]
+        shares = [group.wait(group.submit("dropped_prompts"))[0] for group in groups]
+        return tuple(dict.fromkeys(prompt for share in shares for prompt in share))
+
     def publish(self, version: int) -> None:
         """Bring the policy's weights to every rollout engine as ``version``."""
         manifests = self._policy.wait(self._policy.submit("publish", version, str(self._weights_folder)))

@@ -181,6 +181,7 @@ def write_report(
     """Write the page, and the curves beside it in ``curves/``."""
     images = [_embed(file) for file in draw_curves(rows, path.parent / "curves")]
     parts = [f"<h1>{html.escape(str(summary['recipe']))}, seed {summary['seed']}</h1>", _facts(summary)]
+    parts += _health(summary["watches"])
     parts += ["<h2>Before and after</h2>", comparison_table(summary)]
     parts += ["<h2>Curves</h2>", *images, "<h2>Episodes</h2>"]
     for index in choose_episodes(before, after, episodes):
@@ -212,6 +213,14 @@ def _facts(summary: Mapping[str, Any]) -> str:
     }
     items = "".join(f"<li>{html.escape(name)}: {html.escape(str(value))}</li>" for name, value in facts.items())
     return f"<ul>{items}</ul>"
+
+
+def _health(watches: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what fired as a table; nothing when all was well."""
+    if not watches:
+        return []
+    rows = [(one["watch"], str(one["first_step"]), str(one["last_step"])) for one in watches]
+    return ["<h2>Watches that fired</h2>", _table(("", "first step", "last step"), rows)]
 
 
 def comparison_table(summary: Mapping[str, Any]) -> str:

@@ -31,7 +31,7 @@ FREE_KEYS: tuple[str, ...] = (
     # length, and how often something is written or shown
     "trainer.total_training_steps", "trainer.total_epochs", "trainer.save_freq", "trainer.test_freq",
     "trainer.keep_checkpoints", "trainer.export_every", "trainer.resume", "trainer.logger", "trainer.project_name",
-    "trainer.experiment_name", "trainer.val_before_train", "save_val", "save_val_dir",
+    "trainer.experiment_name", "trainer.val_before_train", "save_val", "save_val_dir", "health.*",
     # paths and addresses
     "trainer.default_local_dir", "data.train_files", "data.val_files", "actor_rollout_ref.model.path",
     "critic.model.path", "job.*", "*.url", "*.api_key_env", "*.timeout_s", "*.retries", "*.backoff_s",

@@ -246,6 +246,7 @@ def _finish(loop: TrainingLoop, task: Task, decode: Any, recipe: str, watch: Sto
         after=after,
         bounds=evaluator.read_bounds(loop.step),
         gain=_gain(task, first, last),
+        watches=loop.watchman.history(),
         folder=str(folder),
         report=str(folder / "report.html"),
         evaluation=str(folder / "eval" / "val" / f"step_{loop.step}.jsonl"),

@@ -20,7 +20,7 @@ from verl.data.batch import Scored, pack_batch
 from verl.data.packing import plan_micro_batches
 from verl.data.prompts import Stream
 from verl.data.supervised import RowFormat, load_rows
-from verl.errors import CheckpointError
+from verl.errors import CheckpointError, HealthError
 from verl.tracking import RunInfo, Tracker, write_atomically
 from verl.trainer.run_folder import check_writable
 from verl.workers import device as devices
@@ -117,6 +117,11 @@ class SftTrainer:
             self.engine.backward(loss, last=number == len(micros) - 1)
             loss_sum += float(loss.detach())
         figures = self.engine.step()
+        if figures is None:
+            raise HealthError(
+                f"supervised training: the gradient of update {self.engine.update} is not finite, and no weight was "
+                "changed; lower optim.lr or grad_clip"
+            )
         loss_sum, cpu = devices.sum_over_ranks(self.device, [loss_sum, time.process_time() - cpu])
         return {
             "sft/loss": loss_sum,

@@ -29,8 +29,19 @@ def add_episode_figures(trajectories: Sequence[Trajectory], figures: StepMetrics
         figures.add("length/response", len(trajectory.token_ids) - prompt)
         figures.add("length/model", sum(trajectory.loss_mask))
         figures.add("length/turns", trajectory.n_turns)
+        turns = [s.token_ids for s in trajectory.segments if s.origin is Origin.MODEL]
+        figures.extend("length/repetition", map(repetition, (turn for turn in turns if len(turn) >= _GRAM)))
         for name, value in trajectory.metrics.items():
             figures.add(f"episode/{name}", value)
+
+
+_GRAM = 4
+
+
+def repetition(token_ids: Sequence[int]) -> float:
+    """Return 1 - distinct / all 4-grams (rep-n of Welleck et al. 2020); 0.0 for fewer than four tokens."""
+    grams = [token_ids[start : start + _GRAM] for start in range(len(token_ids) - _GRAM + 1)]
+    return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 def _add_reward(trajectory: Trajectory, figures: StepMetrics) -> None:
@@ -66,7 +77,10 @@ def add_sample_figures(samples: Sequence[Sample], version: int, figures: StepMet
 
 
 def add_advantage_figures(samples: Sequence[Sample], figures: StepMetrics) -> None:
-    """Add the distributions of advantages, returns and values over the trained tokens."""
+    """Add advantages, returns and values over the trained tokens, and the log-prob of correct trajectories.
+
+    A trajectory counts as correct when the sum of its advantages is positive.
+    """
     for name, column in (
         ("advantage/value", "advantages"),
         ("advantage/return", "returns"),
@@ -76,3 +90,7 @@ def add_advantage_figures(samples: Sequence[Sample], figures: StepMetrics) -> No
             values = getattr(sample, column)
             if values is not None:
                 figures.extend(name, (v for v, trained in zip(values, sample.loss_mask, strict=True) if trained))
+    for sample in samples:
+        if sample.old_logprobs is not None and sample.advantages is not None and sum(sample.advantages) > 0:
+            pairs = zip(sample.old_logprobs, sample.loss_mask, strict=True)
+            figures.extend("policy/correct_logprob", (logprob for logprob, trained in pairs if trained))

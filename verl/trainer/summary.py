@@ -41,6 +41,8 @@ class Summary:
     """Figures of the task's fixed pipelines with the initial weights (and ``final``: with the trained ones)."""
     gain: Mapping[str, Any] | None
     """Paired differences after - before with their bootstrap intervals."""
+    watches: Sequence[Mapping[str, Any]]
+    """What fired: ``watch``, ``first_step`` and ``last_step`` of each stretch."""
     folder: str
     report: str | None
     evaluation: str | None

@@ -51,20 +51,19 @@ class CriticWorker(TrainedModel):
     def update(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Make one trainer step on samples with values and returns; return ``critic/*`` figures.
 
-        Raises HealthError when a gradient is not finite.
+        A mini-batch whose gradient is not finite is left out: ``critic/dropped_updates`` counts them,
+        ``dropped_prompts`` names what they held.
         """
         config = self.config.critic
         limit = Limit(config.use_dynamic_bsz, config.ppo_max_token_len_per_gpu, config.ppo_micro_batch_size)
         plan = UpdatePlan(config.ppo_mini_batch_size, config.ppo_epochs, limit, ("values", "returns"))
         with on_device(self.engine) as engine:
-            (loss, clipped), stepped = train_pass(engine, samples, plan, self._terms)
-        figures = {
-            "critic/loss": loss,
-            "critic/clip_fraction": clipped,
+            trained = train_pass(engine, samples, plan, self._terms)
+        self._dropped = trained.dropped
+        return trained.named(("loss", "clip_fraction"), "critic") | {
             "critic/explained_variance": explained_variance(samples),
             "memory/critic": self.peak_memory(),
         }
-        return figures | {f"critic/{name}": value for name, value in stepped.items()}
 
     def _terms(self, batch: MicroBatch, values: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
         terms = value_terms(

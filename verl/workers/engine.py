@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from verl.data.batch import MicroBatch
-from verl.errors import CheckpointError, HealthError
+from verl.errors import CheckpointError
 from verl.workers import device as devices
 from verl.workers.attention import PACKED, Packing
 from verl.workers.device import Device
@@ -126,17 +126,17 @@ class Engine:
         """Prepare for forward passes that will be followed by ``backward``."""
         self.module.train()
 
-    def step(self) -> dict[str, float]:
+    def step(self) -> dict[str, float] | None:
         """Clip, update with the schedule's rate for ``self.update`` (from 1) and drop the gradients.
 
-        Returns ``grad_norm`` (before clipping) and ``lr``. A gradient that is not finite raises HealthError before any
-        weight is touched.
+        Returns ``grad_norm`` (before clipping) and ``lr``. With a gradient that is not finite nothing is
+        touched, neither weights nor moments, and None is returned, on every rank.
         """
         assert self.optimizers is not None, "a frozen engine cannot step"
         norm = self._clip()
         if not norm < float("inf"):
             self.optimizers.zero_grad()
-            raise HealthError(f"gradient norm is {norm} at update {self.update}: lower the learning rate or grad_clip")
+            return None
         factor = self.optimizers.set_update(self.update)
         self.optimizers.step()
         return {"grad_norm": norm, "lr": self.optimizers.spec.lr * factor}

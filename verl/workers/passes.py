@@ -82,28 +82,52 @@ class UpdatePlan:
     temperature: float = 1.0
 
 
-def train_pass(
-    engine: Engine, samples: Sequence[Sample], plan: UpdatePlan, terms: Terms
-) -> tuple[list[float], dict[str, float]]:
+@dataclass(frozen=True)
+class Trained:
+    """What the optimiser steps of one trainer step were like; equal on every rank."""
+
+    figures: list[float]
+    """[K] of the loss, averaged over the optimiser steps that were made; empty when none was."""
+    stepped: dict[str, float]
+    """``grad_norm`` and ``lr``, averaged likewise, and ``dropped_updates`` when there were any."""
+    dropped: tuple[str, ...]
+    """Prompt ids of the mini-batches whose gradient was not finite."""
+
+    def named(self, names: Sequence[str], area: str) -> dict[str, float]:
+        """Return all figures as ``<area>/<name>``; ``names`` are those of ``figures``."""
+        values = dict(zip(names, self.figures, strict=True)) if self.figures else {}
+        return {f"{area}/{name}": value for name, value in (values | self.stepped).items()}
+
+
+def train_pass(engine: Engine, samples: Sequence[Sample], plan: UpdatePlan, terms: Terms) -> Trained:
     """Make the optimiser steps of one trainer step, all at the same learning rate.
 
-    Returns the figures [K] and ``grad_norm``, ``lr``, averaged over the optimiser steps and equal on every rank.
+    A mini-batch whose gradient is not finite is left out as if it had not been there, its figures included.
     """
     engine.update += 1
     engine.train_mode()
     totals: Tensor | None = None
     norms: list[float] = []
-    rate = 0.0
+    rates: list[float] = []
+    dropped: list[Sequence[Sample]] = []
     for _ in range(plan.epochs):
         for part in split_evenly(len(samples), plan.mini_batch):
-            figures = _mini_batch(engine, samples[part.start : part.stop], plan, terms)
-            totals = figures if totals is None else totals + figures
+            mini_batch = samples[part.start : part.stop]
+            figures = _mini_batch(engine, mini_batch, plan, terms)
             stepped = engine.step()
+            if stepped is None:
+                dropped.append(mini_batch)
+                continue
+            totals = figures if totals is None else totals + figures
             norms.append(stepped["grad_norm"])
-            rate = stepped["lr"]
-    assert totals is not None, "an update needs samples"
+            rates.append(stepped["lr"])
+    prompts = tuple(dict.fromkeys(sample.prompt_id for mini_batch in dropped for sample in mini_batch))
+    count = {"dropped_updates": float(len(dropped))} if dropped else {}
+    if totals is None:
+        return Trained([], count, prompts)
     summed = devices.sum_over_ranks(engine.device, totals.double().cpu().tolist())
-    return [value / len(norms) for value in summed], {"grad_norm": sum(norms) / len(norms), "lr": rate}
+    means = {"grad_norm": sum(norms) / len(norms), "lr": sum(rates) / len(rates)}
+    return Trained([value / len(norms) for value in summed], means | count, prompts)
 
 
 def _mini_batch(engine: Engine, samples: Sequence[Sample], plan: UpdatePlan, terms: Terms) -> Tensor:

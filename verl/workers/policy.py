@@ -28,7 +28,7 @@ from verl.workers.weight_sync import WeightChannel, WeightManifest
 
 logger = logging.getLogger(__name__)
 
-FIGURES = ("loss", "total_loss", "clip_fraction", "update_kl", "update_entropy")
+FIGURES = ("loss", "total_loss", "clip_fraction", "update_kl", "ratio", "update_entropy")
 """What an update reports, in the order of the sums; the figures of optional terms follow."""
 
 
@@ -98,8 +98,8 @@ class PolicyWorker(TrainedModel):
     def update(self, samples: Sequence[Sample], entropy_coeff: float | None = None) -> dict[str, float]:
         """Make one trainer step on samples with old log-probs and advantages; return ``policy/*`` figures.
 
-        ``entropy_coeff`` replaces the configured weight of the entropy bonus. Raises HealthError when a gradient is not
-        finite.
+        ``entropy_coeff`` replaces the configured weight of the entropy bonus. A mini-batch whose gradient is not finite
+        is left out: ``policy/dropped_updates`` counts them, ``dropped_prompts`` names what they held.
         """
         actor = self.config.actor_rollout_ref.actor
         columns = ("old_logprobs", "advantages") + (("ref_logprobs",) if actor.use_kl_loss else ())
@@ -114,10 +114,9 @@ class PolicyWorker(TrainedModel):
         )
         self._entropy_coeff = actor.entropy_coeff if entropy_coeff is None else entropy_coeff
         with on_device(self.engine) as engine:
-            values, stepped = train_pass(engine, samples, plan, self._terms)
-        figures = {f"policy/{name}": value for name, value in zip(self._figures(), values, strict=True)}
-        figures |= {f"policy/{name}": value for name, value in stepped.items()}
-        return figures | {"memory/policy": self.peak_memory()}
+            trained = train_pass(engine, samples, plan, self._terms)
+        self._dropped = trained.dropped
+        return trained.named(self._figures(), "policy") | {"memory/policy": self.peak_memory()}
 
     def _figures(self) -> tuple[str, ...]:
         actor = self.config.actor_rollout_ref.actor
@@ -135,7 +134,9 @@ class PolicyWorker(TrainedModel):
         loss = total = (per_token_loss * weights).sum()
         if self._entropy_coeff != 0.0:
             total = total - self._entropy_coeff * (entropies * weights).sum()
-        per_token = [terms.clipped, k1(old, logprobs.detach()), entropies.detach()]
+        # A figure only: bounded, so that one token cannot make it infinite.
+        ratio = torch.exp((logprobs.detach() - old).clamp(max=20.0))
+        per_token = [terms.clipped, k1(old, logprobs.detach()), ratio, entropies.detach()]
         if actor.use_kl_loss:
             divergence = ESTIMATORS[actor.kl_loss_type](logprobs, batch.columns["ref_logprobs"])
             total = total + actor.kl_loss_coef * (divergence * weights).sum()

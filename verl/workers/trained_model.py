@@ -23,6 +23,7 @@ class TrainedModel(ABC):
         self.config = config
         self.total_steps = total_steps
         self._engine: Engine | None = None
+        self._dropped: tuple[str, ...] = ()
 
     @property
     def engine(self) -> Engine:
@@ -41,6 +42,10 @@ class TrainedModel(ABC):
         devices.seed_everything(self.config.trainer.seed)
         self._engine = Engine(self.spec(), self.device)
         self.engine.offload()
+
+    def dropped_prompts(self) -> tuple[str, ...]:
+        """Return the prompt ids that the last update left out, because a gradient was not finite."""
+        return self._dropped
 
     def peak_memory(self) -> float:
         """Return the most memory that any rank has held, in bytes; a collective call."""
