@@ -1,4 +1,4 @@
-"""Where figures go: always to ``metrics.jsonl``, and to sinks (console, TensorBoard, wandb) that may fail.
+"""Where figures go: always to ``metrics.jsonl``, and to sinks (console and trackers) that may fail.
 
 A sink that cannot be opened or written warns once and never stops a run; ``metrics.jsonl`` is the record that
 everything else (resume, report) reads, so its failures are errors.
@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -186,8 +187,82 @@ class WandbSink:
         self._run.finish()
 
 
+class TrackioSink:
+    """A Trackio run, found again by its name; it lies in ``TRACKIO_DIR``. A resume logs its first step twice."""
+
+    def __init__(self, info: RunInfo) -> None:
+        import trackio
+
+        self._run = trackio.init(
+            project=info.project,
+            name=f"{info.experiment}-{info.run_id}",  # Trackio knows runs by name, and experiments repeat theirs
+            config=dict(info.config),
+            resume="allow",
+            embed=False,
+        )
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        """Log the figures at their step."""
+        self._run.log(dict(figures), step=step)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+class MlflowSink:
+    """An MLflow run, found again by its tag ``chatr1.run_id``. A resume logs its first step twice.
+
+    It lies where ``MLFLOW_TRACKING_URI`` says, else in ``mlflow.db`` in the run's folder.
+    """
+
+    _TAG = "chatr1.run_id"
+
+    def __init__(self, info: RunInfo) -> None:
+        from mlflow.entities import Metric, Param
+        from mlflow.tracking import MlflowClient
+
+        self._metric = Metric
+        address = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{info.directory.resolve()}/mlflow.db"
+        self._client = MlflowClient(tracking_uri=address)
+        experiment = self._client.get_experiment_by_name(info.project)
+        number = experiment.experiment_id if experiment else self._client.create_experiment(info.project)
+        found = self._client.search_runs([number], filter_string=f"tags.`{self._TAG}` = '{info.run_id}'", max_results=1)
+        if found:
+            self._run_id: str = found[0].info.run_id
+            self._client.update_run(self._run_id, status="RUNNING")
+            return
+        run = self._client.create_run(number, run_name=info.experiment, tags={self._TAG: info.run_id})
+        self._run_id = run.info.run_id
+        params = [Param(key, str(value)[:_MLFLOW_PARAM]) for key, value in info.config.items()]
+        for start in range(0, len(params), _MLFLOW_PARAMS):
+            self._client.log_batch(self._run_id, params=params[start : start + _MLFLOW_PARAMS])
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        """Log the figures at their step, characters that MLflow has no place for as ``_``."""
+        now = int(time.time() * 1000)
+        metrics = [self._metric(_MLFLOW_UNKNOWN.sub("_", name), value, now, step) for name, value in figures.items()]
+        for start in range(0, len(metrics), _MLFLOW_METRICS):
+            self._client.log_batch(self._run_id, metrics=metrics[start : start + _MLFLOW_METRICS])
+
+    def close(self) -> None:
+        """End the run."""
+        self._client.set_terminated(self._run_id)
+
+
+#: What one call to MLflow may hold, how long a parameter may be, and which characters a name may not have.
+_MLFLOW_METRICS, _MLFLOW_PARAMS, _MLFLOW_PARAM = 1000, 100, 6000
+_MLFLOW_UNKNOWN = re.compile(r"[^\w\-. :/]")
+
 SINKS: Registry[Callable[[RunInfo], Sink]] = Registry(
-    "logger", {"console": ConsoleSink, "tensorboard": TensorBoardSink, "wandb": WandbSink}
+    "logger",
+    {
+        "console": ConsoleSink,
+        "tensorboard": TensorBoardSink,
+        "wandb": WandbSink,
+        "trackio": TrackioSink,
+        "mlflow": MlflowSink,
+    },
 )
 
 

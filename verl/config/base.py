@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Lt
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
@@ -37,6 +37,9 @@ Decay = Annotated[float, Ge(0.0), Lt(1.0)]
 Seed = Annotated[int, Ge(0), Lt(2**63)]
 """What every generator of random numbers accepts."""
 
+
+Sinks = tuple[Literal["console", "tensorboard", "wandb", "trackio", "mlflow"], ...]
+"""Names of ``verl.tracking.SINKS``."""
 
 TEMPLATES = ("chatr1", "search_r1", "compact", "row")
 

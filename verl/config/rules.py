@@ -15,7 +15,6 @@ from verl.config.base import leaves
 from verl.config.problems import MISSING, Problem
 from verl.config.rule import Rule
 from verl.config.schema import RunConfig, vllm_installed
-from verl.config.sft_schema import SftConfig
 
 
 def run_rules(rules: Sequence[Rule], config: BaseModel, problems: list[Problem]) -> None:
@@ -51,21 +50,21 @@ def _trajectories(config: RunConfig) -> int:
     return config.data.train_batch_size * config.actor_rollout_ref.rollout.group_size
 
 
-def _wandb_installed(config: RunConfig | SftConfig) -> bool:
-    return "wandb" not in config.trainer.logger or importlib.util.find_spec("wandb") is not None
-
-
 def _estimator_known(config: RunConfig) -> bool:
     return config.algorithm.adv_estimator in ESTIMATORS or ":" in config.algorithm.adv_estimator
 
 
-WANDB = Rule(
-    "wandb is installed",
-    ("trainer.logger",),
-    _wandb_installed,
-    "wandb is not installed",
-    "pip install 'chatr1[wandb]' or leave wandb out of trainer.logger",
-)
+def _installed(name: str) -> Rule:
+    return Rule(
+        f"{name} is installed",
+        ("trainer.logger",),
+        lambda config: name not in config.trainer.logger or importlib.util.find_spec(name) is not None,
+        f"{name} is not installed",
+        f"pip install 'chatr1[{name}]' or leave {name} out of trainer.logger",
+    )
+
+
+TRACKERS = tuple(map(_installed, ("wandb", "trackio", "mlflow")))
 
 RUN_RULES: tuple[Rule, ...] = (
     Rule(
@@ -316,7 +315,7 @@ RUN_RULES: tuple[Rule, ...] = (
         "the service needs passages",
         "set job.corpus_path=FILE, or job.serve_retrieval=false and retriever.url",
     ),
-    WANDB,
+    *TRACKERS,
     *ALGORITHM_RULES,
 )
 """Everything that must hold between the keys of a run."""
@@ -336,6 +335,6 @@ SFT_RULES: tuple[Rule, ...] = (
         "names no file",
         "set data.train_files=PATH",
     ),
-    WANDB,
+    *TRACKERS,
 )
 """Everything that must hold between the keys of a supervised run."""

@@ -18,7 +18,7 @@ from verl.config.algorithm_schema import (
     FsdpConfig,
     OptimConfig,
 )
-from verl.config.base import Paths, Section, Seed, Template
+from verl.config.base import Paths, Section, Seed, Sinks, Template
 from verl.config.health_schema import HealthConfig
 
 DType = Literal["float32", "bfloat16"]
@@ -249,7 +249,7 @@ class TrainerConfig(Section):
     """``auto`` (an unfinished run in ``default_local_dir``), ``never``, or the path of a checkpoint. Ours."""
     seed: Seed = 1
     """Seeds everything."""
-    logger: tuple[Literal["console", "tensorboard", "wandb"], ...] = ("console",)
+    logger: Sinks = ("console",)
     """Sinks beside ``metrics.jsonl``, which is always written."""
 
 

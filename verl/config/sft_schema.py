@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from verl.config.algorithm_schema import FsdpConfig
-from verl.config.base import Decay, Paths, Section, Seed
+from verl.config.base import Decay, Paths, Section, Seed, Sinks
 from verl.config.schema import DType
 
 
@@ -102,7 +102,7 @@ class SftTrainerConfig(Section):
     """Steps between checkpoints; -1: only the final export. Ours."""
     log_every_n_steps: PositiveInt = 10
     """Steps between console lines; ``metrics.jsonl`` has every step."""
-    logger: tuple[Literal["console", "tensorboard", "wandb"], ...] = ("console",)
+    logger: Sinks = ("console",)
     """Sinks beside ``metrics.jsonl``, which is always written."""
     seed: Seed = 1
     """Seeds initialisation and order."""
