@@ -59,7 +59,10 @@ BREAKING: dict[str, tuple[str, ...]] = {
     "filter has groups": ("algorithm.filter_groups.enable=true",),
     "overlong has a length": ("algorithm.shaping.overlong_coef=0.1",),
 }  # fmt: skip
-UNREACHABLE = {"vllm is installed", "vllm log-probs", "deterministic engine", "wandb is installed"}
+UNREACHABLE = {
+    "vllm is installed", "vllm log-probs", "deterministic engine",
+    "wandb is installed", "trackio is installed", "mlflow is installed",
+}  # fmt: skip
 """They depend on what is installed; tested below."""
 
 
@@ -123,12 +126,13 @@ def test_what_vllm_cannot_do_is_refused(installed: Callable[[bool], None]) -> No
         load_config(overrides=[f"{R}.name=vllm", f"{R}.{allowed}"])
 
 
-def test_wandb_is_asked_for_only_when_it_is_installed() -> None:
-    if importlib.util.find_spec("wandb") is None:
-        with pytest.raises(ConfigError, match=r"wandb is not installed; pip install 'chatr1\[wandb\]'"):
-            load_config(overrides=["trainer.logger=['wandb']"])
+@pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow"])
+def test_a_tracker_is_asked_for_only_when_it_is_installed(name: str) -> None:
+    if importlib.util.find_spec(name) is None:
+        with pytest.raises(ConfigError, match=rf"{name} is not installed; pip install 'chatr1\[{name}\]'"):
+            load_config(overrides=[f"trainer.logger=['{name}']"])
     else:
-        assert load_config(overrides=["trainer.logger=['wandb']"]).trainer.logger == ("wandb",)
+        assert load_config(overrides=[f"trainer.logger=['{name}']"]).trainer.logger == (name,)
 
 
 def test_evaluation_needs_neither_groups_nor_training_batches() -> None:
