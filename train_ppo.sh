@@ -2,6 +2,7 @@
 # The main job: sets up, prepares data and retrieval, trains, evaluates before and after, reports.
 #   bash train_ppo.sh [--check] [--config-name NAME] key.path=value ...
 #   sbatch --gpus-per-node=4 train_ppo.sh --config-name chatr1_3b_topiocqa
+#   sbatch --nodes=2 --gpus-per-node=4 train_ppo.sh --config-name chatr1_3b_topiocqa trainer.nnodes=2
 # Run it again and an interrupted run goes on; beside a finished one a new numbered run begins.
 #SBATCH --job-name=chatr1-train
 #SBATCH --nodes=1
@@ -10,7 +11,8 @@
 #SBATCH --mem=128G
 #SBATCH --time=12:00:00
 #SBATCH --requeue
-#SBATCH --signal=B:TERM@300
+# Five minutes before the limit: save, and back into the queue. SIGTERM (preemption, scancel) saves and ends.
+#SBATCH --signal=B:USR1@300
 #SBATCH --output=%x-%j.log
 set -euo pipefail
 CHATR1_STARTED=$(date +%s)

@@ -22,13 +22,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from job_nodes import NodesOfJob, own_address, requeue, slurm_nodes
 from job_service import PortTakenError, RetrievalService, Url, child, choose_url
 
 from verl.config import RunConfig, load_config
-from verl.errors import ChatR1Error, DataError, ResourceError
+from verl.errors import ChatR1Error, ConfigError, DataError, ResourceError
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_RECIPE = "tiny_ppo"
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 PROGRAMS = {"train": "verl.trainer.main_ppo", "eval": "verl.trainer.main_eval"}
 
 
@@ -40,6 +42,8 @@ class Request:
     recipe: str = DEFAULT_RECIPE
     check: bool = False
     overrides: list[str] = field(default_factory=list)
+    stopped_by: int | None = None
+    """The signal that ended the trainer."""
 
     def sets(self, key: str) -> bool:
         """True when the command line gives ``key`` a value."""
@@ -217,23 +221,25 @@ def start_service(config: RunConfig, url: Url) -> RetrievalService:
     return service
 
 
-def run_trainer(request: Request, service: RetrievalService | None) -> tuple[int, str]:
-    """Run the trainer to its end; SIGTERM and SIGINT are passed on, so that it can save.
+def run_trainer(request: Request, service: RetrievalService | None, nodes: NodesOfJob | None = None) -> tuple[int, str]:
+    """Run the trainer to its end; SIGTERM, SIGINT and SIGUSR1 reach it as SIGTERM, so that it can save.
 
     Returns its status and what it wrote on standard output; progress goes to standard error, which it shares with us.
     """
     command = [sys.executable, "-m", PROGRAMS[request.command], "--config-name", request.recipe, *request.overrides]
     # Its own process group: Ctrl-C reaches it once, through us, and its workers not at all.
-    trainer = child(command, env=environment(), stdout=subprocess.PIPE, start_new_session=True)
+    env = environment() if nodes is None else nodes.env | {"RAY_ADDRESS": nodes.ray_address}
+    trainer = child(command, env=env, stdout=subprocess.PIPE, start_new_session=True)
     asked: list[int] = []
 
     def forward(number: int, _: object) -> None:
         asked.append(number)
+        request.stopped_by = asked[0]
         if trainer.poll() is None:
             # A second request means it: the trainer's first answer is to save and end.
             trainer.send_signal(signal.SIGTERM if len(asked) == 1 else signal.SIGKILL)
 
-    before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, forward) for number in STOPPING}
     try:
         while True:
             try:
@@ -280,6 +286,15 @@ def job(request: Request) -> int:
     say(f"recipe {request.recipe}, runs under {config.trainer.default_local_dir}")
     url = choose_url(config.task_config.retriever.url, explicit=request.sets("retriever.url"))
     served_here = config.job.serve_retrieval and url.is_local
+    names = slurm_nodes(config, os.environ)
+    address = own_address(config.cluster.interface) if names else None
+    if address is not None and url.is_local:
+        if request.sets("retriever.url") or not served_here:
+            raise ConfigError(
+                f"retriever.url = {url.text} means another machine on each of the {len(names)} nodes: name the host of "
+                "the service, or of its proxy"
+            )
+        url.host = address
     if served_here:
         url.reserve()
     if config.job.build_world:
@@ -289,8 +304,12 @@ def job(request: Request) -> int:
     if config.job.prepare_model is not None:
         with phases.phase("model", f"preparing the model in {config.actor_rollout_ref.model.path}"):
             prepare_model(config)
-    service = None
+    service, nodes = None, None
     try:
+        if address is not None:
+            nodes = NodesOfJob(names, config, Path(config.job.cache_dir) / "logs", environment(), address)
+            with phases.phase("nodes", f"starting Ray on {', '.join(names)}"):
+                nodes.start()
         if served_here:
             with phases.phase("index", f"index of {config.job.corpus_path} in {index_folder(config)}"):
                 build_index(config)
@@ -301,14 +320,19 @@ def job(request: Request) -> int:
         elif config.job.serve_retrieval:
             say(f"using the retrieval service at {url.text}")
         with phases.phase("trainer", f"running {PROGRAMS[request.command]}"):
-            status, written = run_trainer(request, service)
+            status, written = run_trainer(request, service, nodes)
     finally:
+        if nodes is not None:
+            nodes.stop()
+            say("Ray has stopped on all nodes")
         if service is not None:
             service.stop()
             say("the retrieval service has stopped")
     if status != 0:
         then = "mend what it says above and start again" if status == 2 else "the same command goes on where it stopped"
         say(f"{PROGRAMS[request.command]} ended with status {status}; {then}")
+        if request.stopped_by == signal.SIGUSR1 and requeue(os.environ):
+            say("the job is back in the queue and goes on from its checkpoint")
         return status if status > 0 else 128 - status
     *lines, path = written.strip().splitlines() or [""]
     summary = Path(path)
@@ -324,7 +348,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     request = parse(sys.argv[1:] if arguments is None else arguments)
     # A signal before the trainer runs unwinds like Ctrl-C, so that the service is stopped.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         return job(request)
     except ChatR1Error as error:

@@ -262,6 +262,12 @@ class ClusterConfig(Section):
     """Allow more workers than cores."""
     threads_per_worker: PositiveInt = 1
     """Compute threads of a worker on a CPU machine."""
+    port: int = Field(6379, ge=1024, le=65535)
+    """Where the head of Ray listens when the job starts it over several nodes."""
+    interface: str | None = None
+    """Network interface that the nodes of a job share, such as ``ib0``; null: that of the host's name."""
+    join_timeout_s: PositiveFloat = 300.0
+    """Seconds in which every node of a job must have joined."""
 
 
 class AuditConfig(Section):
