@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import secrets
 import socket
 import struct
 import subprocess
@@ -38,7 +39,7 @@ class Joined:
 
 
 Probe = Callable[[str, Mapping[str, str]], list[Joined]]
-"""(address of the head, environment) -> nodes that have joined; none while the head is not up."""
+"""(address of the head, environment) -> nodes that have joined; ConnectionError while the head does not answer."""
 
 
 def slurm_nodes(config: RunConfig, environ: Mapping[str, str]) -> list[str]:
@@ -122,6 +123,9 @@ class NodesOfJob:
     ) -> None:
         self.names, self.config, self.logs, self.address = list(names), config, logs, address
         self.env = dict(env)
+        if "RAY_AUTH_MODE" not in env:
+            # ``ray start`` asks whoever connects for a token, but only reads one of the home folder: one for this job.
+            self.env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         if config.cluster.interface is not None:
             # What the workers' process groups listen on; Ray's daemons hand it down to them.
             self.env |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), config.cluster.interface)
@@ -189,20 +193,25 @@ class NodesOfJob:
     def _wait(self, names: Sequence[str], probe: Probe) -> list[Joined]:
         """Return the nodes once as many as ``names`` have joined; ResourceError names the rest at the deadline."""
         limit = self.config.cluster.join_timeout_s
-        deadline, found = time.monotonic() + limit, list[Joined]()
+        deadline, found, trouble = time.monotonic() + limit, list[Joined](), ""
         while time.monotonic() < deadline:
             if (reason := self.death()) is not None:
                 raise ResourceError(f"{reason}\nmend that and submit the job again")
-            found = probe(self.ray_address, self.env)
-            if len(found) >= len(names):
-                return found
+            try:
+                found = probe(self.ray_address, self.env)
+            except ConnectionError as error:
+                trouble = f" The head does not answer: {error}."
+            else:
+                trouble = ""
+                if len(found) >= len(names):
+                    return found
             time.sleep(1.0)
         present = {_short(node.name) for node in found}
         missing = [name for name in names if _short(name) not in present]
         raise ResourceError(
             f"node {', '.join(missing)} did not join Ray at {self.ray_address} within cluster.join_timeout_s = "
-            f"{limit:g} s (joined: {', '.join(sorted(present)) or 'none'}). Can it reach {self.address}? If that is "
-            f"the address of the wrong interface, set cluster.interface; logs: {self.logs}/ray-*.log"
+            f"{limit:g} s (joined: {', '.join(sorted(present)) or 'none'}).{trouble} Can it reach {self.address}? "
+            f"If that is the address of the wrong interface, set cluster.interface; logs: {self.logs}/ray-*.log"
         )
 
     def _check(self, nodes: Sequence[Joined]) -> None:
@@ -223,14 +232,14 @@ def _short(name: str) -> str:
 
 
 def ask(address: str, env: Mapping[str, str]) -> list[Joined]:
-    """Ask the cluster who has joined; an unreachable one has nobody."""
+    """Ask the cluster who has joined; raises ConnectionError with the last words of an attempt to connect."""
     command = [sys.executable, "-m", "verl.cluster.nodes", address]
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=dict(env), check=False, timeout=60)
     except subprocess.TimeoutExpired:
-        return []
+        raise ConnectionError(f"no answer from {address} within 60 s") from None
     if done.returncode != 0:
-        return []
+        raise ConnectionError((done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1])
     return [Joined(*row) for row in json.loads(done.stdout.strip().splitlines()[-1])]
 
 

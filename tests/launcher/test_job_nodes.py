@@ -12,7 +12,7 @@ from pathlib import Path
 
 import job
 import pytest
-from job_nodes import Joined, NodesOfJob, check_port, own_address, requeue, slurm_nodes
+from job_nodes import Joined, NodesOfJob, ask, check_port, own_address, requeue, slurm_nodes
 
 from verl.config import load_config
 from verl.errors import ConfigError, ResourceError
@@ -111,6 +111,40 @@ def test_the_exact_commands(count: int, slurm: Callable[[int], dict[str, str]], 
     finally:
         nodes.stop()
     assert len(steps) == count and all(step.poll() is not None for step in steps)
+
+
+PASS_ON = f"""#!{sys.executable}
+import os, sys
+options = [place for place, word in enumerate(sys.argv) if place and not word.startswith("--")]
+os.execv(sys.argv[options[0]], sys.argv[options[0]:])
+"""
+
+
+def test_ray_itself_is_started_joined_and_ended(slurm: Callable[[int], dict[str, str]], tmp_path: Path) -> None:
+    """Two of Ray's nodes on this machine, with its own authentication."""
+    env = slurm(2) | {"SLURM_CPUS_PER_TASK": "1"}
+    (tmp_path / "bin" / "srun").write_text(PASS_ON)
+    interface = next((name for _, name in socket.if_nameindex() if name.startswith(("e", "w"))), None)
+    if interface is None:
+        pytest.skip("this machine has no network interface beside loopback: Ray's head needs an address")
+    with socket.socket() as probe:
+        probe.bind((own_address(interface), 0))
+        port = probe.getsockname()[1]
+    settings = config(2, f"cluster.port={port}", f"cluster.interface={interface}", "cluster.join_timeout_s=90")
+    address = own_address(interface)
+    env["PYTHONPATH"] = job.environment()["PYTHONPATH"]
+    nodes = NodesOfJob(["n1", "n2"], settings, tmp_path / "logs", env, address)
+    try:
+        nodes.start()
+        found = ask(nodes.ray_address, nodes.env)
+        assert [node.cores for node in found] == [1, 1] and {node.address for node in found} == {address}
+        with pytest.raises(ConnectionError):  # somebody who has not this job's token
+            ask(nodes.ray_address, nodes.env | {"RAY_AUTH_TOKEN": "0" * 64})
+        steps = list(nodes._steps.values())
+    finally:
+        nodes.stop()
+    assert len(steps) == 2 and all(step.poll() is not None for step in steps)
+    check_port(address, port)  # nobody listens any more
 
 
 def test_a_node_that_never_joins_is_named(slurm: Callable[[int], dict[str, str]], tmp_path: Path) -> None:
