@@ -294,6 +294,8 @@ def test_answers_that_are_no_object(api: FakeApi, tmp_path: Path, body: bytes) -
         ("https://example.org./", "https://example.org/"),
         ("http://[2001:DB8::1]:80/x", "http://[2001:db8::1]/x"),
         ("https://zürich.example/ü", "https://zürich.example/ü"),
+        ("http://example.org?\U00018cd6", "http://example.org/"),
+        ("http://example.org/\U00018cd6?a b", "http://example.org/?a%20b"),
         ("ftp://example.org/", ""),
         ("file:///etc/passwd", ""),
         ("//example.org/", ""),

@@ -78,8 +78,8 @@ def canonical_url(url: Any) -> str:
     fields = parse_qsl(parts.query, keep_blank_values=True)
     kept = [(name, value) for name, value in fields if not _TRACKING.fullmatch(name)]
     query = parts.query if len(kept) == len(fields) else urlencode(kept)
-    spelled = urlunsplit((scheme, place, parts.path or "/", query, ""))
-    return clean(spelled).replace(" ", "%20")
+    # Cleaned part by part: a query of nothing but what is dropped would leave a question mark.
+    return urlunsplit((scheme, place, one_line(parts.path) or "/", one_line(query), "")).replace(" ", "%20")
 
 
 def document(result: Result, text: str) -> Document:
