@@ -3,7 +3,7 @@
 #SBATCH --job-name=chatr1-eval
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
-#SBATCH --gpus-per-node=2
+#SBATCH --gpus-per-node=4
 #SBATCH --cpus-per-task=16
 #SBATCH --mem=360G
 #SBATCH --time=12:00:00
