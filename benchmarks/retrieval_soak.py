@@ -29,7 +29,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from load_generator import Connection, Job, bodies, drive, percentile
 from measured_server import MeasuredServer, free_port, start
-from retrieval import build, corpus_of
+from retrieval import build_bm25, corpus_of
 
 MAX_GROWTH_MB = 8.0
 MAX_GROWTH = 0.02
@@ -148,7 +148,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if options.config is not None:
         what = ["--config", str(options.config)]
     else:
-        what = ["--index_path", str(build("bm25", corpus, folder)), "--corpus_path", str(corpus)]
+        what = ["--index_path", str(build_bm25(corpus, folder)), "--corpus_path", str(corpus)]
     command = [sys.executable, "-m", "retrieval_server", *what, "--port", str(port), *options.server_flag]
     server = start("ours", command, port, folder / "soak.log", {}, ROOT)
     job = Job(server.url, str(corpus), options.clients, 1, 3, options.calibrate, 10.0, 2.0, seed=1)
