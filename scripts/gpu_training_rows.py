@@ -30,6 +30,14 @@ class _ShardedAlone(Engine):
         shard_module(self.module, self.device, self._dtype)
 
 
+def _step_norm(engine: Engine) -> float:
+    """Make the optimiser's step; return the gradient's norm. Raises FloatingPointError when it is not finite."""
+    figures = engine.step()
+    if figures is None:
+        raise FloatingPointError("the gradient is not finite, so the optimiser made no step")
+    return figures["grad_norm"]
+
+
 def _one_step(engine: Engine, setting: Setting) -> tuple[float, float, float]:
     """Make one step on -mean log-prob; return loss before, loss after, gradient norm."""
     lengths = (48, 33, 20) if setting.tiny else (512, 700, 300, 411)
@@ -43,7 +51,7 @@ def _one_step(engine: Engine, setting: Setting) -> tuple[float, float, float]:
         losses.append(float(loss.detach()))
         if update == 0:
             engine.backward(loss, last=True)
-            norm = engine.step()["grad_norm"]
+            norm = _step_norm(engine)
     return losses[0], losses[1], norm
 
 
@@ -256,7 +264,7 @@ def _rank(rank: int, setting: Setting, port: int, answers: Any) -> None:
     logprobs, _ = engine.forward(batch)
     loss = -logprobs.sum() / batch.total_tokens
     engine.backward(loss / 2, last=True)
-    norm = engine.step()["grad_norm"]
+    norm = _step_norm(engine)
     if rank == 0:
         answers.put((float(loss.detach()), norm))
     close_device()
